@@ -1,0 +1,1 @@
+"""Cache part of trainpath."""

@@ -1,0 +1,1 @@
+"""Checkpoint part of trainpath."""

@@ -1,0 +1,1 @@
+"""Comm part of trainpath."""

@@ -1,0 +1,1 @@
+"""Sources part of trainpath."""

@@ -1,0 +1,1 @@
+"""Sinks part of trainpath."""

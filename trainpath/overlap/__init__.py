@@ -1,0 +1,1 @@
+"""Overlap part of trainpath."""

@@ -1,0 +1,1 @@
+"""Testing part of trainpath."""
