@@ -1,0 +1,120 @@
+"""One named thread that runs bounded background work and never loses an error."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trainpath.errors import ClosedError, DeadlineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+__all__ = ["Background"]
+
+T = TypeVar("T")
+
+
+class Background:
+    """Runs submitted calls one after another on its own thread.
+
+    Args:
+        name: Thread name, `trainpath-...`.
+        depth: How many calls may wait; `submit` blocks beyond it.
+
+    Cost:
+        One daemon thread, started at the first `submit`.
+
+    Guarantee:
+        Calls run in the order submitted. The error of a call is in its future and is
+        raised again by the next `submit` or by `close`, whichever comes first, unless
+        somebody took it from the future before.
+    """
+
+    def __init__(self, name: str, *, depth: int = 2) -> None:
+        self._name = name
+        self._queue: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue(depth)
+        self._thread: threading.Thread | None = None
+        self._last_error: Future[Any] | None = None
+        self._closed = False
+
+    def submit(self, call: Callable[[], T], *, timeout_s: float = 600.0) -> Future[T]:
+        """Queue `call`; return its future.
+
+        Raises:
+            ClosedError: After `close()`.
+            DeadlineError: The queue stayed full for `timeout_s`.
+            Exception: An earlier call failed and nobody looked at its future.
+        """
+        if self._closed:
+            raise ClosedError(f"{self._name} is closed; it takes no more work")
+        self._raise_pending()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        future: Future[T] = _SeenFuture()
+        try:
+            self._queue.put((call, future), timeout=timeout_s)
+        except queue.Full:
+            raise DeadlineError(
+                f"{self._name} did not start a queued call within {timeout_s:.0f} s; "
+                "its current call hangs or is far too slow"
+            ) from None
+        return future
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            call, future = item
+            try:
+                result = call()
+            except BaseException as error:  # it surfaces at the next call
+                self._last_error = future
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def _raise_pending(self) -> None:
+        failed, self._last_error = self._last_error, None
+        if isinstance(failed, _SeenFuture) and not failed.seen:
+            failed.result()
+
+    def close(self, *, timeout_s: float = 60.0) -> None:
+        """Run what is queued, end the thread, raise a pending error; safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            if self._thread is not None:
+                self._queue.put(None, timeout=timeout_s)
+                self._thread.join(timeout_s)
+                if self._thread.is_alive():
+                    raise DeadlineError(f"{self._name} did not finish within {timeout_s:.0f} s")
+        self._raise_pending()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _SeenFuture(Future[T]):
+    """A future that knows whether its outcome was taken."""
+
+    seen = False
+
+    def result(self, timeout: float | None = None) -> T:
+        self.seen = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.seen = True
+        return super().exception(timeout)
