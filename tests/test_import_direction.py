@@ -13,7 +13,7 @@ import trainpath
 
 ROOT = Path(trainpath.__file__).parent
 
-_CORE = {"errors", "types"}
+_CORE = {"errors", "types", "_"}
 _METRICS = _CORE | {"metrics"}
 _OVERLAP = _METRICS | {"overlap"}
 _PARTS = _OVERLAP | {"cache", "comm", "checkpoint", "loader"}
@@ -23,6 +23,7 @@ _RUN = _PARTS | {"config", "run"}
 ALLOWED = {
     "errors": set(),
     "types": set(),
+    "_": {"errors", "types"},
     "metrics": _CORE,
     "overlap": _METRICS,
     "cache": _OVERLAP,
@@ -52,10 +53,10 @@ MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 def layer_of(module: str) -> str:
     """Return the first component below `trainpath` (empty for the package itself).
 
-    A private module beside `run.py`, such as `_hooks.py`, is a piece of `run`.
+    A private module beside `errors.py` is at the bottom with it: layer "_".
     """
     layer = module.partition(".")[2].partition(".")[0]
-    return "run" if layer.startswith("_") and layer != "__main__" else layer
+    return "_" if layer.startswith("_") and layer != "__main__" else layer
 
 
 def is_type_checking(node: ast.stmt) -> bool:
