@@ -10,9 +10,9 @@ Each error is a `TrainpathError` and also the nearest builtin, so that existing
       DeadlineError (TimeoutError)          a wait ran past its deadline
       data
         ShardNotFoundError (FileNotFoundError)  a shard URL or path does not exist
-        ShardCorruptError (ValueError)          a shard is not a readable tar, is cut, or has odd members
+        ShardCorruptError (ValueError)          not a tar, cut short, or odd members
         DecodeError (ValueError)                a sample could not be decoded
-        WorkerDiedError (RuntimeError)          a loader worker process died and could not be replaced
+        WorkerDiedError (RuntimeError)          a loader worker died for good
       storage
         FetchError (OSError)                    an origin answered with an error after all retries
         CacheWriteError (OSError)               the cache directory cannot be written
