@@ -13,7 +13,7 @@ import trainpath
 
 ROOT = Path(trainpath.__file__).parent
 
-_CORE = {"errors", "types", "_"}
+_CORE = {"errors", "types", "_core"}
 _METRICS = _CORE | {"metrics"}
 _OVERLAP = _METRICS | {"overlap"}
 _PARTS = _OVERLAP | {"cache", "comm", "checkpoint", "loader"}
@@ -23,7 +23,7 @@ _RUN = _PARTS | {"config", "run"}
 ALLOWED = {
     "errors": set(),
     "types": set(),
-    "_": {"errors", "types"},
+    "_core": {"errors", "types"},
     "metrics": _CORE,
     "overlap": _METRICS,
     "cache": _OVERLAP,
@@ -40,6 +40,9 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 
+# Private modules beside the packages: the layer that each is a piece of.
+PRIVATE = {"_inert_hook": "_core", "_job": "run", "_parts": "run"}
+
 
 def module_name(path: Path) -> str:
     """Return the dotted name of the module in `path`."""
@@ -53,10 +56,10 @@ MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 def layer_of(module: str) -> str:
     """Return the first component below `trainpath` (empty for the package itself).
 
-    A private module beside `errors.py` is at the bottom with it: layer "_".
+    A private module beside the packages belongs to the layer named in `PRIVATE`.
     """
     layer = module.partition(".")[2].partition(".")[0]
-    return "_" if layer.startswith("_") and layer != "__main__" else layer
+    return PRIVATE.get(layer, layer)
 
 
 def is_type_checking(node: ast.stmt) -> bool:

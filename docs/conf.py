@@ -1,0 +1,37 @@
+"""Sphinx settings. `make docs` builds with -W -n: a warning or a dangling reference is an error."""
+
+from __future__ import annotations
+
+import trainpath
+
+project = "trainpath"
+author = "The trainpath authors"
+copyright = "The trainpath authors"
+version = release = trainpath.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_build"]
+suppress_warnings = ["toc.empty_glob"]  # docs/design/ may hold no measurements yet
+
+html_theme = "furo"
+html_title = f"trainpath {release}"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+# The two fixed paragraphs of every component's docstring.
+napoleon_custom_sections = [("Cost", "params_style"), ("Guarantee", "params_style")]
+
+# References to our own documented names must resolve. Those into torch, numpy and the standard
+# library, and the private names in annotations, have no inventory at hand: the build uses no network.
+nitpick_ignore_regex = [(r"py:.*", r"(?!trainpath\.)[\w.\[\], |]*")]
