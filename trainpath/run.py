@@ -375,6 +375,24 @@ class Run:
         context: AbstractContextManager[None] = self._reducer.no_sync()
         return context
 
+    @contextlib.contextmanager
+    def measure(self, segment: str) -> Iterator[None]:
+        """Charge the enclosed code of the step thread to `segment`.
+
+        For work that no hook can see, such as a `torch.save` of the script's own:
+        `with run.measure("ckpt.backpressure"): torch.save(...)`.
+
+        Raises:
+            ConfigError: There is no such segment.
+        """
+        if segment not in S.SEGMENTS:
+            raise ConfigError(f"no segment {segment!r}; there are {', '.join(S.SEGMENTS)}")
+        previous = self.clock.switch(S.segment_index(segment))
+        try:
+            yield
+        finally:
+            self.clock.switch(previous)
+
     def report(self, *, timeout_s: float = 5.0) -> Report:
         """Say where the step time went, over all ranks on rank 0.
 

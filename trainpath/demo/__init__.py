@@ -1,0 +1,1 @@
+"""`trainpath demo`: a real training job, first the stock way, then with trainpath."""
