@@ -13,13 +13,13 @@ import time
 from array import array
 from collections import deque
 from dataclasses import dataclass
+from operator import sub
 from typing import TYPE_CHECKING, Any
 
 from trainpath.metrics.lineage import cut_wait
 from trainpath.metrics.segments import (
     COMM_TRANSFER,
     DATA_QUEUE,
-    DATA_SEGMENTS,
     DATA_TRANSPORT,
     NUM_SEGMENTS,
     PYTHON,
@@ -38,7 +38,14 @@ __all__ = ["NULL_CLOCK", "NullClock", "Span", "StepClock", "StepRecord"]
 _SHORT_WAIT_NS = 20_000
 
 _NUM_HEAD = 5  # step, start, wall, arrive, depart
-_WIDTH = _NUM_HEAD + NUM_SEGMENTS
+# A row: the head, the segments, and the segments as they were at the departure.
+_BEFORE = _NUM_HEAD + NUM_SEGMENTS
+_WIDTH = _BEFORE + NUM_SEGMENTS
+_QUEUE = _NUM_HEAD + DATA_QUEUE
+_TRANSPORT = _NUM_HEAD + DATA_TRANSPORT
+_GC = _NUM_HEAD + PYTHON_GC
+_NO_SEGMENTS = (0,) * NUM_SEGMENTS
+_MAX_LANES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,8 @@ class StepRecord:
         arrive_ns: When this rank was ready to wait for the others' gradients (0: never).
         depart_ns: When the gradients of all ranks were there (0: never).
         busy_ns: Background nanoseconds per segment that ended during this step.
+        after_ns: The part of `segments_ns` that came after the departure; it can only make
+            this rank late for the next one (all zero if there was no departure).
     """
 
     step: int
@@ -62,6 +71,7 @@ class StepRecord:
     arrive_ns: int
     depart_ns: int
     busy_ns: tuple[int, ...]
+    after_ns: tuple[int, ...] = _NO_SEGMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,8 @@ class Span:
     """A piece of background work, for timelines and busy time.
 
     Attributes:
-        lane: Who did it ("worker 0", "bucket", "ckpt writer").
+        lane: Who did it ("worker 0", "bucket", "ckpt writer"): one serial resource, so that
+            overlapping spans of a lane count once as busy time.
         segment: Index of the segment on whose behalf it was done.
         start_ns: Start, CLOCK_MONOTONIC nanoseconds.
         end_ns: End.
@@ -88,11 +99,18 @@ class StepClock:
 
     Args:
         capacity: How many finished steps and switches are kept until drained; older ones
-            are dropped and counted in `num_dropped`.
+            are dropped and counted in `num_dropped` (spans: `num_spans_dropped`).
         now_ns: The nanosecond clock; CLOCK_MONOTONIC so that workers share it.
 
+    Attributes:
+        step: Index of the current step.
+        step_count: Steps finished.
+        num_switches: Switches made.
+        num_dropped: Finished steps that were overwritten before anybody drained them.
+        num_spans_dropped: Spans lost in the same way.
+
     Cost:
-        About 0.3 us a switch, no allocation that outlives it, no lock, no thread. See
+        About 0.5 us a switch, no allocation that outlives it, no lock, no thread. See
         `bench/clock_cost.py`.
 
     Guarantee:
@@ -105,19 +123,25 @@ class StepClock:
     ) -> None:
         self._now = now_ns
         self._capacity = capacity
-        self._rows = array("q", bytes(8 * _WIDTH * capacity))
+        # One more than is kept: the row that the step thread may be writing is never read.
+        self._ring = capacity + 1
+        self._rows = array("q", bytes(8 * _WIDTH * self._ring))
         self._stamps = array("q", bytes(16 * capacity))
         self._head = array("q", bytes(8 * _WIDTH))
         self._zeros = array("q", bytes(8 * _WIDTH))
         self._busy: deque[Span] = deque(maxlen=16 * capacity)
+        self._waiting: list[Span] = []
+        self._covered: dict[tuple[str, int], int] = {}
         self._parallelism = [1] * NUM_SEGMENTS
         self._thread = threading.get_ident()
         self._watching_gc = False
-        self._gc_previous = PYTHON
+        self._gc_began = 0
+        self._gc_pending = 0
         self._drained_rows = 0
         self._drained_stamps = 0
         self.num_switches = 0
         self.num_dropped = 0
+        self.num_spans_dropped = 0
         self.step = 0
         self.step_count = 0
         self._asked = 0
@@ -132,8 +156,11 @@ class StepClock:
         self._head[:] = self._zeros
         self.step = step
         self._segment = PYTHON
+        self._gc_pending = 0
         self._last = self._now()
         self._head[1] = self._last
+        self._asked = self._last
+        self._queue_before = 0
 
     def switch(self, segment: int) -> int:
         """Charge the time since the last switch and enter `segment`.
@@ -143,7 +170,10 @@ class StepClock:
         """
         now = self._now()
         previous = self._segment
-        self._head[_NUM_HEAD + previous] += now - self._last
+        elapsed = now - self._last
+        if self._gc_pending:
+            elapsed -= self._charge_gc(elapsed)
+        self._head[_NUM_HEAD + previous] += elapsed
         self._segment = segment
         self._last = now
         slot = 2 * (self.num_switches % self._capacity)
@@ -156,7 +186,7 @@ class StepClock:
         """The step thread asks for a batch and waits: enter `data.queue`."""
         self.switch(DATA_QUEUE)
         self._asked = self._last
-        self._queue_before = self._head[_NUM_HEAD + DATA_QUEUE]
+        self._queue_before = self._head[_QUEUE]
 
     def got(self, stages: Sequence[Stage], then: int = PYTHON) -> None:
         """The batch is here: cut the wait by its lineage and enter `then`.
@@ -168,18 +198,25 @@ class StepClock:
         """
         self.switch(then)
         head = self._head
-        waited = head[_NUM_HEAD + DATA_QUEUE] - self._queue_before
-        head[_NUM_HEAD + DATA_QUEUE] = self._queue_before
+        asked, got = self._asked, self._last
+        waited = head[_QUEUE] - self._queue_before
+        self._asked = got
         if waited < _SHORT_WAIT_NS:
-            head[_NUM_HEAD + DATA_TRANSPORT] += waited
+            head[_QUEUE] -= waited
+            head[_TRANSPORT] += waited
+            self._queue_before = head[_QUEUE]
             return
-        parts = cut_wait(self._asked, self._last, stages)
-        # A collection inside the wait was charged to python.gc already.
-        elsewhere = self._last - self._asked - waited
-        for segment in DATA_SEGMENTS:
-            taken = min(elsewhere, parts[segment])
-            elsewhere -= taken
-            head[_NUM_HEAD + segment] += parts[segment] - taken
+        parts = cut_wait(asked, got, stages)
+        head[_QUEUE] -= waited
+        # What was charged elsewhere inside the wait (a collection, stages marked on this
+        # thread) is charged already: take it out of the parts, oldest segment first.
+        elsewhere = got - asked - waited
+        for segment, part in enumerate(parts):
+            if part:
+                taken = min(elsewhere, part)
+                elsewhere -= taken
+                head[_NUM_HEAD + segment] += part - taken
+        self._queue_before = head[_QUEUE]
 
     def now_ns(self) -> int:
         """Return the clock's current time in nanoseconds."""
@@ -198,7 +235,9 @@ class StepClock:
     def depart(self, segment: int = PYTHON) -> None:
         """The gradients of all ranks are here: stamp it and enter `segment`."""
         self.switch(segment)
-        self._head[4] = self._last
+        head = self._head
+        head[4] = self._last
+        head[_BEFORE:] = head[_NUM_HEAD:_BEFORE]
 
     def end_step(self) -> None:
         """Close the current step; the next one begins at the same instant."""
@@ -207,15 +246,20 @@ class StepClock:
         now = self._last
         head[0] = self.step
         head[2] = now - head[1]
-        base = _WIDTH * (self.step_count % self._capacity)
+        base = _WIDTH * (self.step_count % self._ring)
         self._rows[base : base + _WIDTH] = head
         self.step_count += 1
         self.step += 1
         head[:] = self._zeros
         head[1] = now
+        # A wait that spans the boundary is cut in the step it ends in, from here on.
+        self._asked = now
+        self._queue_before = 0
 
     def add_span(self, span: Span) -> None:
         """Record background work; callable from any thread."""
+        if len(self._busy) == self._busy.maxlen:
+            self.num_spans_dropped += 1
         self._busy.append(span)
 
     def set_parallelism(self, segment: int, parallelism: int) -> None:
@@ -234,54 +278,83 @@ class StepClock:
             gc.callbacks.append(self._on_gc)
 
     def _on_gc(self, phase: str, _info: dict[str, Any]) -> None:
+        # May run in the middle of `switch`: only note what the collection took; the next
+        # switch charges it.
         if threading.get_ident() != self._thread:
             return
+        now = self._now()
         if phase == "start":
-            self._gc_previous = self.switch(PYTHON_GC)
-        elif self._segment == PYTHON_GC:
-            self.switch(self._gc_previous)
+            self._gc_began = now
+        elif self._gc_began:
+            self._gc_pending += now - self._gc_began
+            self._stamp(self._gc_began, PYTHON_GC)
+            self._stamp(now, self._segment)
+            self._gc_began = 0
 
-    def drain(self) -> tuple[list[StepRecord], list[Span]]:
+    def _stamp(self, time_ns: int, segment: int) -> None:
+        slot = 2 * (self.num_switches % self._capacity)
+        self._stamps[slot] = time_ns
+        self._stamps[slot + 1] = segment
+        self.num_switches += 1
+
+    def _charge_gc(self, elapsed: int) -> int:
+        # A collection that began after this switch read the time belongs to the next one.
+        taken = min(self._gc_pending, elapsed)
+        self._gc_pending -= taken
+        self._head[_GC] += taken
+        return taken
+
+    def drain(self, *, final: bool = False) -> tuple[list[StepRecord], list[Span]]:
         """Return the steps and spans finished since the last call (one draining thread).
 
-        The spans are assigned to the step in which they ended, in `busy_ns`.
+        Each span is counted in `busy_ns` of the step in which it ended, or of the first
+        step drained after it was added. Spans wait for such a step, unless `final`.
         """
-        rows: list[array[int]] = []
-        end = self.step_count
-        first = max(self._drained_rows, end - self._capacity)
-        self.num_dropped += first - self._drained_rows
-        for index in range(first, end):
-            base = _WIDTH * (index % self._capacity)
-            rows.append(self._rows[base : base + _WIDTH])
-        self._drained_rows = end
-        spans: list[Span] = []
+        rows = self._take_rows()
+        spans, self._waiting = self._waiting, []
         while self._busy:
             spans.append(self._busy.popleft())
-        spans.sort(key=lambda span: span.end_ns)
+        if not final:
+            last_end = rows[-1][1] + rows[-1][2] if rows else 0
+            self._waiting = [span for span in spans if span.end_ns > last_end]
+            spans = [span for span in spans if span.end_ns <= last_end]
+        spans.sort(key=lambda span: span.start_ns)
+        pieces = sorted((span.end_ns, span.segment, self._uncovered(span)) for span in spans)
         records = []
         position = 0
         for row in rows:
             busy = [0] * NUM_SEGMENTS
             step_end = row[1] + row[2]
-            while position < len(spans) and spans[position].end_ns <= step_end:
-                span = spans[position]
-                busy[span.segment] += span.end_ns - span.start_ns
+            while position < len(pieces) and pieces[position][0] <= step_end:
+                busy[pieces[position][1]] += pieces[position][2]
                 position += 1
-            records.append(
-                StepRecord(
-                    step=row[0],
-                    start_ns=row[1],
-                    wall_ns=row[2],
-                    segments_ns=tuple(row[_NUM_HEAD:]),
-                    arrive_ns=row[3],
-                    depart_ns=row[4],
-                    busy_ns=tuple(busy),
-                )
-            )
-        if rows:
-            self._busy.extendleft(reversed(spans[position:]))
-            spans = spans[:position]
+            records.append(_record(row, tuple(busy)))
         return records, spans
+
+    def _take_rows(self) -> list[array[int]]:
+        ring = self._ring
+        end = self.step_count
+        rows = []
+        for index in range(max(self._drained_rows, end - self._capacity), end):
+            base = _WIDTH * (index % ring)
+            row = self._rows[base : base + _WIDTH]
+            # If the step thread came round meanwhile, this may be a newer row: drop it.
+            if index > self.step_count - ring:
+                rows.append(row)
+        self.num_dropped += end - self._drained_rows - len(rows)
+        self._drained_rows = end
+        return rows
+
+    def _uncovered(self, span: Span) -> int:
+        """Return the length of `span` that no earlier span of its lane has covered."""
+        key = (span.lane, span.segment)
+        covered = self._covered.get(key, 0)
+        if span.end_ns <= covered:
+            return 0
+        if len(self._covered) >= _MAX_LANES:
+            self._covered.clear()
+        self._covered[key] = span.end_ns
+        return span.end_ns - max(span.start_ns, covered)
 
     def stamps(self) -> list[tuple[int, int]]:
         """Return (time_ns, segment entered) of the most recent switches, oldest first."""
@@ -296,6 +369,25 @@ class StepClock:
         if self._watching_gc:
             self._watching_gc = False
             gc.callbacks.remove(self._on_gc)
+
+
+def _record(row: array[int], busy_ns: tuple[int, ...]) -> StepRecord:
+    segments = tuple(row[_NUM_HEAD:_BEFORE])
+    after = _NO_SEGMENTS
+    if row[4] > 0:
+        after = tuple(map(sub, segments, row[_BEFORE:]))
+        if min(after) < 0:  # a data wait that was cut after the departure in its middle
+            after = tuple(max(0, part) for part in after)
+    return StepRecord(
+        step=row[0],
+        start_ns=row[1],
+        wall_ns=row[2],
+        segments_ns=segments,
+        arrive_ns=row[3],
+        depart_ns=row[4],
+        busy_ns=busy_ns,
+        after_ns=after,
+    )
 
 
 class NullClock(StepClock):

@@ -13,8 +13,6 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from trainpath.metrics.segments import DATA_QUEUE, DATA_TRANSPORT, NUM_SEGMENTS
 
 if TYPE_CHECKING:
@@ -102,8 +100,9 @@ def cut_wait(asked_ns: int, got_ns: int, stages: Sequence[Stage]) -> list[int]:
     Args:
         asked_ns: When the step thread asked for the batch.
         got_ns: When it got it.
-        stages: Disjoint stages of the worker that produced the batch, in time order:
-            those of the batch itself and of what the worker did just before.
+        stages: Stages of the worker that produced the batch, in the order in which they
+            ended: those of the batch itself and of what the worker did just before. Where
+            two overlap, the later one has the time.
 
     Returns:
         Nanoseconds per segment; they sum to `got_ns - asked_ns` exactly. Time before and
@@ -116,12 +115,18 @@ def cut_wait(asked_ns: int, got_ns: int, stages: Sequence[Stage]) -> list[int]:
     if not stages:
         parts[DATA_QUEUE] = wait
         return parts
-    table = np.asarray(stages, dtype=np.int64)
-    overlap = np.minimum(table[:, 2], got_ns) - np.maximum(table[:, 1], asked_ns)
-    np.maximum(overlap, 0, out=overlap)
-    for segment, nanoseconds in zip(table[:, 0].tolist(), overlap.tolist(), strict=True):
-        parts[segment] += nanoseconds
-    after = max(0, got_ns - max(asked_ns, int(table[-1, 2])))
+    after = got_ns - max(asked_ns, min(got_ns, stages[-1][2]))
     parts[DATA_TRANSPORT] += after
-    parts[DATA_QUEUE] += wait - int(overlap.sum()) - after
+    cursor = got_ns - after
+    # Backwards: a wait overlaps only the newest stages, and there may be many old ones.
+    for segment, start, end in reversed(stages):
+        if end <= asked_ns:
+            break
+        until = min(end, cursor)
+        since = max(start, asked_ns)
+        if until > since:
+            parts[segment] += until - since
+            parts[DATA_QUEUE] += cursor - until
+            cursor = since
+    parts[DATA_QUEUE] += cursor - asked_ns
     return parts
