@@ -136,6 +136,7 @@ class StepClock:
         self._thread = threading.get_ident()
         self._watching_gc = False
         self._gc_began = 0
+        self._gc_ended = 0
         self._gc_pending = 0
         self._drained_rows = 0
         self._drained_stamps = 0
@@ -172,7 +173,7 @@ class StepClock:
         previous = self._segment
         elapsed = now - self._last
         if self._gc_pending:
-            elapsed -= self._charge_gc(elapsed)
+            elapsed -= self._charge_gc(now, elapsed)
         self._head[_NUM_HEAD + previous] += elapsed
         self._segment = segment
         self._last = now
@@ -287,6 +288,7 @@ class StepClock:
             self._gc_began = now
         elif self._gc_began:
             self._gc_pending += now - self._gc_began
+            self._gc_ended = now
             self._stamp(self._gc_began, PYTHON_GC)
             self._stamp(now, self._segment)
             self._gc_began = 0
@@ -297,8 +299,9 @@ class StepClock:
         self._stamps[slot + 1] = segment
         self.num_switches += 1
 
-    def _charge_gc(self, elapsed: int) -> int:
-        # A collection that began after this switch read the time belongs to the next one.
+    def _charge_gc(self, now: int, elapsed: int) -> int:
+        if self._gc_ended > now:
+            return 0  # it ran after this switch had read the time: the next one charges it
         taken = min(self._gc_pending, elapsed)
         self._gc_pending -= taken
         self._head[_GC] += taken
