@@ -33,5 +33,5 @@ napoleon_use_rtype = False
 napoleon_custom_sections = [("Cost", "params_style"), ("Guarantee", "params_style")]
 
 # References to our own documented names must resolve. Those into torch, numpy and the standard
-# library, and the private names in annotations, have no inventory at hand: the build uses no network.
+# library, and the private names in annotations, have no inventory: the build uses no network.
 nitpick_ignore_regex = [(r"py:.*", r"(?!trainpath\.)[\w.\[\], |]*")]
