@@ -9,7 +9,6 @@ the same processes, each from the same seed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import zlib
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader
 
 import trainpath
 from trainpath.demo.model import ByteLM
+from trainpath.demo.steplog import StepLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,23 +69,6 @@ def build_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-class StepLog:
-    """Writes one line a step: loss and samples, exactly, so that runs can be compared."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / f"steps-{dist.get_rank()}.jsonl").open("a", buffering=1)
-
-    def write(self, step: int, loss: Tensor, numbers: Tensor) -> None:
-        """Append step `step`: its loss to the bit, and the numbers of its samples."""
-        row = {"step": step, "loss": float(loss).hex(), "samples": numbers.tolist()}
-        self._file.write(json.dumps(row) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -102,7 +85,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        log.write(step, loss.detach(), numbers)
+        log.write(step, float(loss.detach()), numbers.tolist())
     return step
 
 
@@ -114,7 +97,7 @@ def stock_arm(options: argparse.Namespace, work: Path) -> Run:
     run = trainpath.observe(
         optimizer, build_loader(options.urls), model=replica, metrics_dir=work / "metrics"
     )
-    log = StepLog(work)
+    log = StepLog(work, dist.get_rank())
     step = 0
     for _ in range(options.epochs):
         step = train(replica, optimizer, _saving(run, replica, optimizer, work), log, step)
@@ -147,7 +130,7 @@ def trainpath_arm(options: argparse.Namespace, work: Path) -> Run:
         metrics_dir=work / "metrics",
     )
     step = run.restore()
-    log = StepLog(work)
+    log = StepLog(work, dist.get_rank())
     while run.epoch < options.epochs:
         step = train(model, optimizer, run.loader, log, step)
     log.close()
