@@ -16,7 +16,6 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 exclude_patterns = ["_build"]
-suppress_warnings = ["toc.empty_glob"]  # docs/design/ may hold no measurements yet
 
 html_theme = "furo"
 html_title = f"trainpath {release}"
