@@ -1,0 +1,362 @@
+"""accelerate(), observe() and Run: modes, ownership, signals, errors."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainpath
+from trainpath.errors import (
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    ClosedError,
+    ConfigError,
+)
+from trainpath.testing import spawn
+
+
+def build(num_samples=32, **options):
+    """Return a small model, its optimizer and a loader."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    data = TensorDataset(torch.randn(num_samples, 4), torch.randn(num_samples, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, DataLoader(data, batch_size=4, **options)
+
+
+def train(model, optimizer, loader, steps=None):
+    """Train over the loader once; return the losses as hex."""
+    losses = []
+    for x, y in loader:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()).hex())
+        if steps is not None and len(losses) == steps:
+            break
+    return losses
+
+
+@pytest.mark.parametrize("mode", ["on", "observe", "off"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_mode_gives_the_same_losses(mode, workers):
+    """One process: losses of each mode equal those of the plain script."""
+    expected = train(*build())
+    model, optimizer, loader = build(num_workers=workers)
+    with trainpath.accelerate(model, optimizer, loader, mode=mode) as run:
+        losses = train(model, optimizer, run.loader)
+
+        assert losses == expected
+        assert run.step == len(expected)
+        assert run.epoch == 1
+
+
+def test_nothing_of_ours_is_left_in_the_model():
+    """Type, keys, copies and pickles of the model are as without trainpath."""
+    model, optimizer, loader = build()
+    keys = list(model.state_dict())
+    with trainpath.accelerate(model, optimizer, loader) as run:
+        train(model, optimizer, run.loader, steps=2)
+        assert list(model.state_dict()) == keys
+        assert type(model) is nn.Sequential
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(torch.ones(1, 4)), model(torch.ones(1, 4)))
+        pickle.loads(pickle.dumps(model))
+        copy.deepcopy(optimizer)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_close_ends_every_thread_and_process():
+    """After close() no thread or child process of the run is alive."""
+    before = {thread.name for thread in threading.enumerate()}
+    model, optimizer, loader = build(num_workers=2)
+    run = trainpath.accelerate(model, optimizer, loader)
+    train(model, optimizer, run.loader, steps=3)
+    run.close()
+    run.close()
+
+    assert {thread.name for thread in threading.enumerate()} <= before
+    with pytest.raises(ClosedError):
+        run.save()
+
+
+def test_observe_in_two_lines_reports_every_step():
+    """observe(optimizer, loader) changes no loss, and its parts sum to the wall time."""
+    expected = train(*build())
+    model, optimizer, loader = build()
+    run = trainpath.observe(optimizer, loader)
+    assert train(model, optimizer, run.loader) == expected
+    report = run.report()
+    run.close()
+
+    assert "backward" in str(report)
+
+
+def test_accelerating_twice_is_refused():
+    """Two runs would reduce the gradients twice."""
+    model, optimizer, loader = build()
+    with (
+        trainpath.accelerate(model, optimizer, loader),
+        pytest.raises(ConfigError, match="accelerated already"),
+    ):
+        trainpath.accelerate(model, optimizer, loader)
+    trainpath.accelerate(model, optimizer, loader).close()
+
+
+def test_off_has_no_report():
+    """Mode off measures nothing and says so."""
+    model, optimizer, loader = build()
+    with (
+        trainpath.accelerate(model, optimizer, loader, mode="off") as run,
+        pytest.raises(ConfigError, match="off"),
+    ):
+        run.report()
+
+
+def test_restore_continues_with_the_next_sample_and_the_same_losses(tmp_path):
+    """Saved in the middle of an epoch, the rest of two epochs is equal to the bit."""
+    model, optimizer, loader = build(shuffle=True)
+    with trainpath.accelerate(model, optimizer, loader, checkpoint_dir=tmp_path / "a") as run:
+        assert run.restore() == 0
+        train(model, optimizer, run.loader, steps=3)
+        run.save()
+        torch.manual_seed(99)  # what restore must undo
+        run.checkpoints.wait_until_finished()
+    whole_model, whole_optimizer, whole_loader = build(shuffle=True)
+    whole = [*train(whole_model, whole_optimizer, whole_loader)]
+    whole += train(whole_model, whole_optimizer, whole_loader)
+
+    model, optimizer, loader = build(shuffle=True)
+    torch.manual_seed(1234)
+    with trainpath.accelerate(model, optimizer, loader, checkpoint_dir=tmp_path / "a") as run:
+        assert run.restore() == 3
+        rest = train(model, optimizer, run.loader)
+        assert run.epoch == 1
+        rest += train(model, optimizer, run.loader)
+    assert rest == whole[3:]
+
+
+def test_restore_of_a_step_that_is_not_there(tmp_path):
+    """Only 'the newest' may be absent; a step asked for by number must exist."""
+    model, optimizer, loader = build()
+    with trainpath.accelerate(model, optimizer, loader, checkpoint_dir=tmp_path) as run:
+        assert run.restore() == 0
+        with pytest.raises(CheckpointNotFoundError, match="12"):
+            run.restore(step=12)
+
+
+def test_unwritable_checkpoint_directory_is_named(tmp_path):
+    """A file where the directory should be is one clear error, and nothing is left."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    model, optimizer, loader = build()
+    with pytest.raises(CheckpointWriteError, match="file"):
+        trainpath.accelerate(model, optimizer, loader, checkpoint_dir=blocked)
+    assert not model._forward_hooks
+
+
+def test_extra_state_is_saved_and_its_names_are_checked(tmp_path):
+    """A scheduler handed in as `extra` is restored; reserved names are refused."""
+    model, optimizer, loader = build()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    arguments = {"checkpoint_dir": tmp_path, "extra": {"scheduler": scheduler}}
+    with trainpath.accelerate(model, optimizer, loader, **arguments) as run:
+        for _ in range(3):
+            train(model, optimizer, run.loader, steps=1)
+            scheduler.step()
+        run.save()
+    model, optimizer, loader = build()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    arguments["extra"] = {"scheduler": scheduler}
+    with trainpath.accelerate(model, optimizer, loader, **arguments) as run:
+        run.restore()
+        assert scheduler.last_epoch == 3
+    with pytest.raises(ConfigError, match="model"):
+        trainpath.accelerate(
+            model, optimizer, loader, checkpoint_dir=tmp_path, extra={"model": scheduler}
+        )
+
+
+SCRIPT = """
+    import sys, time
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    import trainpath
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.randn(100000, 4)), batch_size=4)
+    run = trainpath.accelerate(
+        model, optimizer, loader, checkpoint_dir=sys.argv[1] + "/ckpt", metrics_dir=sys.argv[1]
+    )
+    for (x,) in run.loader:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.005)
+        if run.step == 20:
+            print("twenty", flush=True)
+            if sys.argv[2] == "raise":
+                raise ZeroDivisionError("the script's own")
+"""
+
+
+def start_script(tmp_path, how):
+    """Start the script, wait until it has done 20 steps."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    process = subprocess.Popen(
+        [sys.executable, str(path), str(tmp_path), how], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "twenty\n"
+    return process
+
+
+def footer(tmp_path):
+    """Return the last line of rank 0's metrics."""
+    return json.loads((tmp_path / "rank-00000.jsonl").read_text().splitlines()[-1])
+
+
+def test_sigterm_saves_once_and_ends_the_process(tmp_path):
+    """SIGTERM makes one checkpoint at a step boundary; the exit code is 143."""
+    process = start_script(tmp_path, "run")
+    process.send_signal(signal.SIGTERM)
+    process.wait(30)
+
+    assert process.returncode == 143
+    steps = sorted(path.name for path in (tmp_path / "ckpt").glob("step-*"))
+    assert len(steps) == 1
+    assert int(steps[0].split("-")[1]) >= 20
+    assert "SIGTERM" in json.dumps(footer(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "reason"), [("raise", 1, "ZeroDivisionError"), ("interrupt", None, "Keyboard")]
+)
+def test_metrics_are_written_when_the_job_ends_badly(tmp_path, how, code, reason):
+    """After an exception or Ctrl-C the metrics hold every step and the reason."""
+    process = start_script(tmp_path, how)
+    if how == "interrupt":
+        process.send_signal(signal.SIGINT)
+    process.wait(30)
+
+    assert process.returncode == code or (code is None and process.returncode != 0)
+    lines = (tmp_path / "rank-00000.jsonl").read_text().splitlines()
+    assert sum('"wall_ns"' in line for line in lines) >= 20
+    assert reason in json.dumps(footer(tmp_path))
+
+
+def test_sigterm_while_stuck_ends_by_the_deadline(tmp_path):
+    """A loop that never reaches a step boundary still ends, with its metrics written."""
+    script = textwrap.dedent(SCRIPT).replace(
+        "metrics_dir=sys.argv[1]", "metrics_dir=sys.argv[1], preempt_deadline_s=1.0"
+    )
+    script = script.replace(
+        'print("twenty", flush=True)', 'print("twenty", flush=True); time.sleep(60)'
+    )
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    process = subprocess.Popen(
+        [sys.executable, str(path), str(tmp_path), "run"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "twenty\n"
+    process.send_signal(signal.SIGTERM)
+    process.wait(20)
+
+    assert process.returncode == -signal.SIGTERM
+    assert "deadline" in json.dumps(footer(tmp_path))
+
+
+def test_a_handler_of_the_script_is_chained(tmp_path):
+    """With a SIGTERM handler of its own the script is told, and ends as it likes."""
+    called = []
+    previous = signal.signal(signal.SIGTERM, lambda *_: called.append(True))
+    try:
+        model, optimizer, loader = build()
+        with trainpath.accelerate(model, optimizer, loader, checkpoint_dir=tmp_path) as run:
+            train(model, optimizer, run.loader, steps=2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            train(model, optimizer, run.loader, steps=1)
+            assert train(model, optimizer, run.loader) == []
+            assert called == [True]
+            assert run.should_stop
+            assert run.checkpoints.latest_step() == 3
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def wrapped_models(directory):
+    """Accelerate a DDP model and an FSDP2 model; return what was reduced and by whom."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, optimizer, loader = build()
+    with trainpath.accelerate(DistributedDataParallel(model), optimizer, loader) as run:
+        losses = train(run._model, optimizer, run.loader)
+    results = {"ddp": losses}
+
+    model, _, loader = build()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with trainpath.accelerate(model, optimizer, loader) as run:
+        assert run._reducer is None
+        results["fsdp2"] = len(train(model, optimizer, run.loader))
+    return results
+
+
+def test_models_already_wrapped_are_not_reduced_twice(tmp_path):
+    """DDP gets the hook (losses equal a single process on equal data), FSDP2 is watched."""
+    expected = train(*build())
+    for results in spawn(wrapped_models, 2, args=(str(tmp_path),)):
+        assert results["ddp"] == expected
+        assert results["fsdp2"] == len(expected)
+
+
+def agree_on_step(directory):
+    """Rank 1 alone gets SIGTERM; return the step at which this rank stopped."""
+    import torch.distributed as dist
+
+    model, optimizer, loader = build(num_samples=4000)
+    run = trainpath.accelerate(model, optimizer, loader, checkpoint_dir=directory)
+    try:
+        for x, y in run.loader:
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.002)
+            if run.step == 10 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as end:
+        return run.step, end.code
+    return run.step, None
+
+
+def test_signal_on_one_rank_stops_all_at_the_same_step(tmp_path):
+    """The ranks agree: same step everywhere, one checkpoint, which restores."""
+    (step0, code0), (step1, code1) = spawn(agree_on_step, 2, args=(str(tmp_path),))
+
+    assert (step0, code0) == (step1, code1)
+    assert code0 == 143
+    assert 10 < step0 < 1000
+    assert [path.name for path in tmp_path.glob("step-*")] == [f"step-{step0:08d}"]
