@@ -21,7 +21,7 @@ from trainpath.metrics import Report, compare
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Outcome", "run_demo"]
+__all__ = ["Outcome", "judge", "run_demo"]
 
 NUM_RANKS = 2
 NUM_SHARDS = 8
@@ -96,6 +96,11 @@ def _train_all(console: Console, work: Path, urls: list[str], rounds: int) -> Ou
         Job(["resumed-0"], work=work, urls=urls, epochs=EPOCHS, num_ranks=NUM_RANKS).finish(
             DEADLINE_S
         )
+    return judge(work, rounds, killed_after)
+
+
+def judge(work: Path, rounds: int, killed_after: int) -> Outcome:
+    """Compare the step logs of all arms in `work`, to the bit."""
     whole = _by_step(work / "trainpath-0")
     resumed = _by_step(work / "resumed-0")
     identical = all(
