@@ -13,8 +13,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # A few steps only, and what must stand in the output.
 CASES = {
-    "01_observe.py": (["--steps", "12"], ["step    0  loss", "data.", "forward"]),
-    "02_accelerate.py": (["--steps", "12", "--save-every", "5"], ["step   10  loss", "ckpt."]),
+    "01_observe.py": (["--steps", "12"], ["step    0  loss", "data.", "backward", "verdict"]),
+    "02_accelerate.py": (
+        ["--steps", "12", "--save-every", "5"],
+        ["step   10  loss", "forward", "checkpoint"],
+    ),
     "03_one_part_at_a_time.py": (
         ["--steps", "10"],
         [
@@ -24,7 +27,10 @@ CASES = {
             "steps kept [5, 10], restored 10",
         ],
     ),
-    "04_images.py": (["--steps", "12", "--images", "512"], ["step   10  loss", "data."]),
+    "04_images.py": (
+        ["--steps", "12", "--images", "512"],
+        ["step   10  loss", "forward", "verdict"],
+    ),
 }
 ALONE = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
