@@ -1,1 +1,7 @@
-"""Testing part of trainpath."""
+"""Tools for testing distributed training for real: ranks, an object server, faults."""
+
+from __future__ import annotations
+
+from trainpath.testing.spawn import SpawnError, spawn
+
+__all__ = ["SpawnError", "spawn"]
