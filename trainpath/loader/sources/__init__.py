@@ -1,1 +1,6 @@
-"""Sources part of trainpath."""
+"""Where samples come from."""
+
+from trainpath.loader.sources.sharded import ShardedSource
+from trainpath.loader.sources.tar import TarDataset
+
+__all__ = ["ShardedSource", "TarDataset"]

@@ -1,0 +1,643 @@
+"""`DataLoader`: torch's loader by signature, order and bytes, with a position."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import distributed
+from torch.utils import data as torch_data
+
+from trainpath.errors import ClosedError, ConfigError, StateMismatchError
+from trainpath.loader._passes import (
+    InlinePass,
+    LoaderStats,
+    PassSettings,
+    StreamPosition,
+    WorkerPass,
+)
+from trainpath.loader._samplers import IndexSource, draw_seed, pack_rng, unpack_rng
+from trainpath.loader._torch import pinned
+from trainpath.loader._worker import WorkerSpec
+from trainpath.loader.order import (
+    ShardOrder,
+    ShardPlan,
+    ShardPosition,
+    StreamPlan,
+    num_batches,
+)
+from trainpath.loader.sources import ShardedSource
+from trainpath.loader.workers import WorkerPool, start_context
+from trainpath.metrics import segments as S
+from trainpath.metrics.clock import NULL_CLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from typing_extensions import Self
+
+    from trainpath.metrics.clock import StepClock
+
+__all__ = ["DataLoader"]
+
+_STATE_VERSION: Final = 1
+_WORKER_SEGMENTS: Final = (
+    S.DATA_STORAGE,
+    S.DATA_NETWORK,
+    S.DATA_CACHE,
+    S.DATA_DECODE,
+    S.DATA_COLLATE,
+    S.DATA_TRANSPORT,
+)
+
+
+class ShardSampler:
+    """Stands where torch has a sampler when the loader plans the order of shards itself."""
+
+    def __init__(self, order: ShardOrder) -> None:
+        self.order = order
+        self.seed = order.seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that the order is a function of."""
+        self.epoch = epoch
+
+
+class DataLoader:
+    """torch's `DataLoader` with a position, workers that may die, and lineage.
+
+    The same arguments give the same batches, in the same order, with the same random
+    numbers drawn in the step process and in the workers. On top:
+
+    - `state_dict()` counts delivered batches, also inside the loop body. For a
+      `TarDataset` and for torch's `DistributedSampler` it is one global cursor: any number
+      of ranks, workers and samples per batch continues at the very next sample. A state
+      taken at the end of an epoch starts the next one.
+    - A `TarDataset` needs no sampler: it is dealt over the ranks here, with the same
+      number of batches on each.
+    - A worker that is killed is replaced and only its lost batches are made again.
+
+    Args:
+        dataset: As torch's, and so on to `in_order`.
+        batch_size: Samples per batch (of this rank).
+        shuffle: Reshuffle at every epoch.
+        sampler: Order of the samples.
+        batch_sampler: Order of the batches.
+        num_workers: Worker processes; 0 makes batches in the step thread.
+        collate_fn: Makes a batch of samples.
+        pin_memory: Copy batches to page-locked memory where there is an accelerator.
+        drop_last: Drop the last incomplete batch.
+        timeout: Longest wait for a batch in seconds; 0 means half an hour here.
+        worker_init_fn: Called in each worker, with its number, after seeding.
+        multiprocessing_context: How to start workers; None decides as `start_context` says.
+        generator: For the order and the workers' base seed.
+        prefetch_factor: Batches each worker makes ahead.
+        persistent_workers: Keep workers, and their copies of the dataset, over epochs.
+        pin_memory_device: Ignored, as in torch.
+        in_order: Whether batches come in order; without it there is no position.
+        seed: Seed of the order of a `TarDataset` (0 if None).
+        rank: This rank; default from the sampler or the process group.
+        world_size: Number of ranks; default likewise.
+        clock: Where waits are accounted; settable later.
+        max_respawns: Dead workers replaced per epoch before `WorkerDiedError`.
+
+    Raises:
+        ConfigError: The arguments contradict each other (a ValueError, as in torch).
+
+    Cost:
+        `num_workers` processes; at most `prefetch_factor * num_workers` batches in memory
+        beside those the caller holds; no thread in the step process. Workers of a
+        `TarDataset` are kept over epochs; other datasets get new ones each epoch unless
+        `persistent_workers`, as in torch, so that they see what was changed on them.
+
+    Guarantee:
+        After a resume the next batch is the first one that was not delivered. Random
+        numbers that a map-style dataset draws in workers are torch's until a worker is
+        replaced or the run is resumed; the order and the samples never change.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        clock: StepClock | None = None,
+        max_respawns: int = 4,
+    ) -> None:
+        planned = isinstance(dataset, ShardedSource) and sampler is None and batch_sampler is None
+        order = None
+        if planned:
+            order = ShardOrder(
+                num_shards=dataset.num_shards,
+                seed=seed or 0,
+                shuffle=bool(shuffle),
+                window=dataset.shuffle_window,
+            )
+            sampler, shuffle = ShardSampler(order), None
+        try:
+            template: Any = torch_data.DataLoader(
+                dataset,
+                batch_size,
+                shuffle,
+                sampler,
+                batch_sampler,
+                num_workers,
+                collate_fn,
+                pin_memory,
+                drop_last,
+                timeout,
+                worker_init_fn,
+                multiprocessing_context,
+                generator,
+                prefetch_factor=prefetch_factor,
+                persistent_workers=persistent_workers,
+                pin_memory_device=pin_memory_device,
+                in_order=in_order,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self._adopt(template, order, rank=rank, world_size=world_size, clock=clock)
+        self._max_respawns = max_respawns
+
+    @classmethod
+    def from_torch(
+        cls, loader: torch_data.DataLoader[Any], *, clock: StepClock | None = None
+    ) -> DataLoader:
+        """Return a loader over the very objects of a torch `DataLoader`.
+
+        Same dataset, samplers, generator and functions, so the same batches, the same
+        draws from the global generator and the same losses.
+
+        Raises:
+            ConfigError: The loader is of a subclass that makes its batches another way.
+        """
+        if type(loader).__iter__ is not torch_data.DataLoader.__iter__:
+            raise ConfigError(
+                f"{type(loader).__name__} overrides DataLoader.__iter__, which re-hosting would "
+                "lose; use trainpath.loader.prefetch(loader) instead"
+            )
+        self = cls.__new__(cls)
+        self._adopt(loader, None, rank=None, world_size=None, clock=clock)
+        return self
+
+    def _adopt(
+        self,
+        template: Any,
+        order: ShardOrder | None,
+        *,
+        rank: int | None,
+        world_size: int | None,
+        clock: StepClock | None,
+    ) -> None:
+        if isinstance(template.dataset, (torch_data.IterDataPipe, torch_data.MapDataPipe)):
+            raise ConfigError(
+                "torch DataPipes are shuffled and sharded by torch's own DataLoader only; keep it "
+                "and wrap it in trainpath.loader.prefetch"
+            )
+        if template.num_workers and template.prefetch_factor < 1:
+            raise ConfigError("prefetch_factor must be at least 1 with workers")
+        self.dataset = template.dataset
+        self.batch_size = template.batch_size
+        self.num_workers = template.num_workers
+        self.prefetch_factor = template.prefetch_factor
+        self.pin_memory = template.pin_memory
+        self.pin_memory_device = template.pin_memory_device
+        self.drop_last = template.drop_last
+        self.timeout = template.timeout
+        self.sampler = template.sampler
+        self.batch_sampler = template.batch_sampler if order is None else None
+        self.generator = template.generator
+        self.collate_fn = template.collate_fn
+        self.worker_init_fn = template.worker_init_fn
+        self.multiprocessing_context = template.multiprocessing_context
+        self.persistent_workers = template.persistent_workers
+        self.in_order = template.in_order
+        self._template = template
+        self._order = order
+        self._source: ShardedSource | None = self.dataset if order is not None else None
+        self._is_stream = isinstance(self.dataset, torch_data.IterableDataset)
+        self._indices = IndexSource(template.sampler, template.batch_sampler, template.generator)
+        self._given_rank = (rank, world_size)
+        self._max_respawns = 4
+        self._stats = LoaderStats()
+        self._pool: WorkerPool | None = None
+        self._passes = itertools.count()
+        self._epoch = 0
+        self._base_seed: int | None = None
+        self._resume: dict[str, Any] | None = None
+        self._current: LoaderIterator | None = None
+        self._closed = False
+        self._clock: StepClock = NULL_CLOCK
+        self.clock = clock if clock is not None else NULL_CLOCK
+
+    @property
+    def clock(self) -> StepClock:
+        """Where waits for batches are accounted."""
+        return self._clock
+
+    @clock.setter
+    def clock(self, clock: StepClock) -> None:
+        self._clock = clock
+        if clock is not NULL_CLOCK:
+            for segment in _WORKER_SEGMENTS:
+                clock.set_parallelism(segment, max(1, self.num_workers))
+
+    @property
+    def kind(self) -> str:
+        """What the position of this loader counts."""
+        if self._source is not None:
+            return "shards"
+        return "stream" if self._is_stream else self._indices.kind
+
+    @property
+    def _auto_collation(self) -> bool:
+        return self.batch_size is not None or self.batch_sampler is not None
+
+    def __len__(self) -> int:
+        if self._source is None:
+            return len(self._template)
+        return num_batches(
+            len(self.dataset),
+            batch_size=self.batch_size,
+            world_size=self._world()[1],
+            drop_last=self.drop_last,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._closed:
+            raise ClosedError("this DataLoader was closed; make a new one")
+        if self._current is not None:
+            self._abandon(self._current)
+        resume, self._resume = self._resume, None
+        self._current = LoaderIterator(self, self._begin(resume), resumed=resume is not None)
+        return self._current
+
+    def _abandon(self, iterator: LoaderIterator) -> None:
+        """A pass is given up before its end: as in torch, the next one is a new epoch."""
+        if iterator.running is not None and iterator.running.num_delivered:
+            self._set_epoch(self._epoch + 1)
+        if self._keeps_workers:
+            self._release_current()  # its workers serve the next pass
+        self._current = None
+
+    def _world(self) -> tuple[int, int]:
+        """Return (rank, world size): as given, the sampler's, the process group's, or alone."""
+        rank, world_size = self._given_rank
+        sampler = self._indices.distributed
+        if sampler is not None:
+            return sampler.rank, sampler.num_replicas
+        if rank is None and distributed.is_available() and distributed.is_initialized():
+            rank = distributed.get_rank()
+            world_size = world_size or distributed.get_world_size()
+        rank, world_size = rank or 0, world_size or 1
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} is not one of {world_size} ranks")
+        return rank, world_size
+
+    def _begin(self, resume: dict[str, Any] | None) -> RunningPass:
+        """Start a pass: draw what torch would draw, in torch's order, and plan it."""
+        if resume is not None and self._moved_on(resume):
+            resume = None
+        mid = resume is not None and "position" in resume
+        kept = self.persistent_workers and self._base_seed is not None
+        plan = None
+        if not mid and self._source is None and not self._is_stream:
+            plan = self._indices.begin(twice=self.num_workers > 0 and not kept)
+        if resume is not None and (mid or self.persistent_workers):
+            self._base_seed = resume["base_seed"]
+        if self._base_seed is None or not (mid or self.persistent_workers):
+            self._base_seed = draw_seed(self.generator)
+        stream = None
+        position: Any = resume["position"] if resume is not None and mid else None
+        if self._is_stream:
+            plan = StreamPlan(self.batch_size)
+            stream = StreamPosition([0] * max(1, self.num_workers))
+            if position is not None:
+                stream = StreamPosition(position["counts"], position["turn"], position["states"])
+        elif self._source is not None:
+            position = ShardPosition(*(position or ()))
+            plan = self._shard_plan(position)
+        elif resume is not None and mid:
+            rank, world_size = self._world()
+            plan = self._indices.resume(
+                resume["sampler"], position, rank=rank, world_size=world_size
+            )
+        else:
+            position = 0
+        return self._run(plan, position, stream)
+
+    def _moved_on(self, resume: dict[str, Any]) -> bool:
+        """Whether the user set a later epoch than the one the state is in."""
+        if self._epoch > resume["epoch"]:
+            return True
+        start = resume.get("sampler", {}).get("sampler_epoch")
+        epoch = self._indices.epoch
+        return start is not None and epoch is not None and epoch > start
+
+    def _shard_plan(self, start: ShardPosition) -> ShardPlan:
+        source, order = self._source, self._order
+        if source is None or order is None:
+            raise ConfigError("the dataset has no shards to plan")
+        rank, world_size = self._world()
+        return ShardPlan(
+            order,
+            self._epoch,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            rank=rank,
+            world_size=world_size,
+            start=start,
+            ahead=source.ahead if self.num_workers else 0,
+            count=source.known_count,
+            name=type(source).__name__,
+        )
+
+    def _run(self, plan: Any, position: Any, stream: StreamPosition | None) -> RunningPass:
+        settings = PassSettings(
+            spec=self._spec(),
+            batch_size=self.batch_size,
+            prefetch_factor=self.prefetch_factor or 1,
+            in_order=self.in_order,
+            timeout_s=float(self.timeout),
+            max_respawns=self._max_respawns,
+            rank=self._world()[0],
+            epoch=self._epoch,
+            base_seed=self._base_seed or 0,
+            stats=self._stats,
+            clock=lambda: self._clock,
+            source=self._source,
+        )
+        if not self.num_workers:
+            return InlinePass(plan, settings, position, stream)
+        pool, started = self._workers(settings.spec)
+        return WorkerPass(
+            plan,
+            settings,
+            position,
+            stream,
+            pool=pool,
+            number=next(self._passes),
+            fresh_seed=started or not self.persistent_workers,
+        )
+
+    def _spec(self) -> WorkerSpec:
+        return WorkerSpec(
+            dataset=self.dataset,
+            is_stream=self._is_stream,
+            batched=self._auto_collation,
+            collate_fn=self.collate_fn,
+            drop_last=self.drop_last,
+            worker_init_fn=self.worker_init_fn,
+            num_workers=self.num_workers,
+            parent_pid=os.getpid(),
+            # The signal comes when the starting *thread* ends: only the main thread's means
+            # that the process did.
+            die_with_parent=threading.current_thread() is threading.main_thread(),
+        )
+
+    @property
+    def _keeps_workers(self) -> bool:
+        return self.persistent_workers or self._source is not None
+
+    def _workers(self, spec: WorkerSpec) -> tuple[WorkerPool, bool]:
+        """Return the worker pool and whether it was started just now."""
+        if self._pool is not None and self._keeps_workers and not self._pool.closed:
+            return self._pool, False
+        if self._pool is not None and self._keeps_workers:
+            self._pool.close()
+        self._stats.num_pools += 1
+        pool = WorkerPool(spec, start_context(spec, self.multiprocessing_context))
+        self._pool = pool
+        return pool, True
+
+    def finish(self, iterator: LoaderIterator, running: RunningPass) -> None:
+        """Note that a pass reached its end: the position is the start of the next epoch."""
+        if self._current is iterator:
+            self._set_epoch(self._epoch + 1)
+            self._current = None
+        self._release(running)
+
+    def go_on(self, iterator: LoaderIterator, running: RunningPass) -> RunningPass:
+        """Start the next epoch: the state that was loaded was the end of this one."""
+        ended = self._epoch
+        self.finish(iterator, running)
+        if self._indices.epoch == ended:
+            self._indices.set_epoch(self._epoch)
+        self._current = iterator
+        return self._begin(None)
+
+    def pinned(self, batch: Any) -> Any:
+        """Return the batch in page-locked memory if that was asked for and there is a device."""
+        if not self.pin_memory or not torch.cuda.is_available():
+            return batch
+        return pinned(batch)
+
+    def _release(self, running: RunningPass) -> None:
+        if isinstance(running.plan, ShardPlan):
+            self._stats.num_repeated += running.plan.num_repeated
+            running.plan.num_repeated = 0
+        running.close()
+        if isinstance(running, WorkerPass) and not self._keeps_workers:
+            running.pool.close()
+
+    def _set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        if isinstance(self.sampler, ShardSampler):
+            self.sampler.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that the order depends on, here and in the samplers.
+
+        Ignored when a state of this epoch or a later one was loaded: the position wins.
+        """
+        if self._resume is not None and epoch <= self._resume["epoch"]:
+            return
+        if self._current is not None:
+            self._abandon(self._current)
+        self._set_epoch(epoch)
+        self._indices.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last delivered batch: small, and JSON-able.
+
+        Raises:
+            ConfigError: With `in_order=False` there is no position.
+        """
+        if not self.in_order:
+            raise ConfigError("in_order=False delivers in no fixed order: there is no position")
+        if self._resume is not None:
+            return dict(self._resume)
+        state: dict[str, Any] = {
+            "version": _STATE_VERSION,
+            "kind": self.kind,
+            "epoch": self._epoch,
+            "world_size": self._world()[1],
+            "base_seed": self._base_seed,
+        }
+        state |= self._identity()
+        running = self._current.running if self._current is not None else None
+        if running is None:
+            state["generators"] = self._indices.generators()
+        elif running.stream is not None:
+            stream = running.stream
+            states = list(stream.states)
+            state["position"] = {
+                "counts": list(stream.counts),
+                "turn": stream.turn,
+                "states": states,
+            }
+        elif self._source is not None:
+            state["position"] = list(running.position)
+        else:
+            state["position"] = running.position
+            state["sampler"] = self._indices.state()
+        if self._shares_global_rng:
+            state["rng"] = pack_rng(torch.get_rng_state())
+        return state
+
+    @property
+    def _shares_global_rng(self) -> bool:
+        """Whether the next epochs' order will be drawn from this process's global generator.
+
+        With several ranks that is the job's business: the state of one rank must not set
+        the generator of another.
+        """
+        planned = self._source is not None or self._is_stream
+        return not planned and self._indices.uses_global_rng and self._world()[1] == 1
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what must be the same where the state is loaded."""
+        if self._order is not None:
+            order = self._order
+            return {
+                "num_shards": order.num_shards,
+                "seed": order.seed,
+                "shuffle": order.shuffle,
+                "window": order.window,
+            }
+        if self._is_stream:
+            return {"num_workers": self.num_workers, "batch_size": self.batch_size}
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at `state_dict` with the next iterator.
+
+        Raises:
+            StateMismatchError: The state is of another kind of loader or data, or of
+                another number of ranks where its position is not a global one.
+        """
+        self._check_state(state_dict)
+        if self._current is not None:
+            self._release_current()
+        self._resume = dict(state_dict)
+        self._set_epoch(state_dict["epoch"])
+        sampler = state_dict.get("sampler", {})
+        self._indices.restore_generators(
+            state_dict.get("generators", sampler.get("generators", []))
+        )
+        if "sampler_epoch" in sampler:
+            self._indices.set_epoch(sampler["sampler_epoch"])
+        if "rng" in state_dict and self._shares_global_rng:
+            torch.set_rng_state(unpack_rng(state_dict["rng"]))
+
+    def _release_current(self) -> None:
+        current, self._current = self._current, None
+        if current is not None and current.running is not None:
+            self._release(current.running)
+            current.running = None
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        if state.get("version") != _STATE_VERSION:
+            raise StateMismatchError(
+                f"loader state of version {state.get('version')!r}; this is {_STATE_VERSION}"
+            )
+        for name, value in {"kind": self.kind, **self._identity()}.items():
+            if state.get(name) != value:
+                raise StateMismatchError(
+                    f"the loader state has {name}={state.get(name)!r}, this loader {value!r}; "
+                    "build the loader as it was, or start without the state"
+                )
+        world_size = self._world()[1]
+        if self.kind not in ("shards", "distributed") and state["world_size"] != world_size:
+            raise StateMismatchError(
+                f"the loader state is of {state['world_size']} rank(s), this job has {world_size}; "
+                f"the position of a {self.kind!r} loader is rank-local: use a TarDataset or a "
+                "DistributedSampler to change the number of ranks"
+            )
+
+    def stats(self) -> LoaderStats:
+        """Return the counts of this loader so far."""
+        return self._stats
+
+    def worker_pids(self) -> list[int]:
+        """Return the process ids of the running workers."""
+        return [] if self._pool is None or self._pool.closed else self._pool.pids()
+
+    def close(self) -> None:
+        """End and join the workers; safe to call twice."""
+        self._closed = True
+        self._release_current()
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+RunningPass = InlinePass | WorkerPass
+
+
+class LoaderIterator:
+    """The batches of one epoch; after a resume at its very end, of the next one."""
+
+    def __init__(self, loader: DataLoader, running: RunningPass, *, resumed: bool) -> None:
+        self._loader = loader
+        self.running: RunningPass | None = running
+        self._resumed = resumed
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        running = self.running
+        if running is None:
+            raise StopIteration
+        try:
+            batch = running.next()
+        except StopIteration:
+            if not self._resumed or running.num_delivered:
+                self.running = None
+                self._loader.finish(self, running)
+                raise
+            self._resumed = False
+            self.running = self._loader.go_on(self, running)
+            return next(self)
+        return self._loader.pinned(batch)

@@ -1,0 +1,265 @@
+"""Prefetching any iterable of batches with one bounded thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from trainpath.errors import ClosedError, ConfigError, DeadlineError
+from trainpath.metrics import segments as S
+from trainpath.metrics.clock import NULL_CLOCK, Span
+from trainpath.metrics.lineage import StageRecorder, recording
+from trainpath.overlap import DevicePrefetcher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from typing_extensions import Self
+
+    from trainpath.metrics.clock import StepClock
+    from trainpath.metrics.lineage import Stage
+
+__all__ = ["Prefetcher", "prefetch"]
+
+_LONGEST_WAIT_S: Final = 1800.0
+_JOIN_S: Final = 5.0
+_KEPT_ITEMS: Final = 4
+
+
+def prefetch(
+    iterable: Iterable[Any],
+    depth: int = 2,
+    *,
+    device: torch.device | str | None = None,
+    clock: StepClock | None = None,
+) -> Prefetcher | DevicePrefetcher:
+    """Return an iterable of the same batches, made ahead by one thread.
+
+    Args:
+        iterable: Any iterable. If it has `state_dict`, so has the result: the state is
+            that of the last batch delivered, not of the last one made.
+        depth: Batches that may wait for the consumer.
+        device: Also copy them there ahead (`trainpath.overlap.DevicePrefetcher`).
+        clock: Where waits are accounted.
+
+    Raises:
+        ConfigError: `depth` is below 1.
+
+    Cost:
+        One thread while iterating, `depth` batches of memory. The thread shares the
+        interpreter lock with the step: for decoding in Python use workers.
+
+    Guarantee:
+        Same batches, same order; an error is raised at the position where it happened.
+    """
+    host = Prefetcher(iterable, depth, clock=clock)
+    if device is None or torch.device(device).type == "cpu":
+        return host
+    return _OnDevice(host, device, depth=depth, clock=clock)
+
+
+class _OnDevice(DevicePrefetcher):
+    """A device prefetcher whose clock is the one of its prefetching source."""
+
+    @property
+    def clock(self) -> StepClock:
+        """Where waits are accounted."""
+        return self.source.clock  # type: ignore[attr-defined,no-any-return]
+
+    @clock.setter
+    def clock(self, clock: StepClock) -> None:
+        self.source.clock = clock  # type: ignore[attr-defined]
+
+
+class Prefetcher:
+    """An iterable whose items are made ahead by a thread; see `prefetch`."""
+
+    def __init__(
+        self, source: Iterable[Any], depth: int = 2, *, clock: StepClock | None = None
+    ) -> None:
+        if depth < 1:
+            raise ConfigError(f"depth must be at least 1, got {depth}")
+        self.source = source
+        self.clock = clock if clock is not None else NULL_CLOCK
+        self._depth = depth
+        self._producer: _Producer | None = None
+        self._state: dict[str, Any] | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._closed:
+            raise ClosedError("this prefetcher was closed; make a new one")
+        self._stop()
+        self._state = self._source_state()
+        # The first item is made here: samplers draw from the global generator when they
+        # begin, which a thread would do at a random moment of the step.
+        producer = _Producer(self, iter(self.source), self._depth)
+        self._producer = producer
+        return self._iterate(producer)
+
+    def _iterate(self, producer: _Producer) -> Iterator[Any]:
+        kept: deque[list[Stage]] = deque(maxlen=_KEPT_ITEMS)
+        number = 0
+        while True:
+            clock = self.clock
+            clock.ask()
+            stages: list[Stage] = []
+            try:
+                item = producer.get()
+                kept.append(item.stages)
+                stages = [stage for part in kept for stage in part]
+            finally:
+                clock.got(stages)
+            for segment, start, end in item.stages:
+                clock.add_span(Span("prefetch", segment, start, end, f"batch {number}"))
+            if item.error is not None:
+                self._state = None
+                if isinstance(item.error, StopIteration):
+                    return
+                raise item.error
+            self._state = item.state
+            number += 1
+            yield item.value
+
+    def _source_state(self) -> dict[str, Any] | None:
+        take = getattr(self.source, "state_dict", None)
+        return None if take is None else take()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the source's state as of the last batch delivered.
+
+        Raises:
+            ConfigError: The source has no `state_dict`.
+        """
+        state = self._state if self._state is not None else self._source_state()
+        if state is None:
+            raise ConfigError(f"{type(self.source).__name__} has no state_dict(), so nor has this")
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next iteration continue from `state_dict`."""
+        load = getattr(self.source, "load_state_dict", None)
+        if load is None:
+            raise ConfigError(f"{type(self.source).__name__} has no load_state_dict()")
+        self._stop()
+        load(state_dict)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to the source, if it wants one."""
+        set_epoch = getattr(self.source, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+
+    def _stop(self) -> None:
+        self._state = None
+        if self._producer is not None:
+            self._producer.stop()
+            self._producer = None
+
+    def close(self) -> None:
+        """Stop the thread and close the source if it can be closed; safe to call twice."""
+        self._closed = True
+        self._stop()
+        close = getattr(self.source, "close", None)
+        if close is not None:
+            close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _Item:
+    """What one `next` of the source gave: a value or an error, and how it was made."""
+
+    __slots__ = ("error", "stages", "state", "value")
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.state: dict[str, Any] | None = None
+        self.stages: list[Stage] = []
+
+
+class _Producer:
+    """Calls `next` on one iterator ahead of its consumer."""
+
+    def __init__(self, owner: Prefetcher, iterator: Iterator[Any], depth: int) -> None:
+        self._owner = owner
+        self._iterator = iterator
+        self._depth = depth
+        self._items: deque[_Item] = deque()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def get(self) -> _Item:
+        """Return the next item: made here the first time, by the thread afterwards."""
+        if self._thread is None:
+            item = self._make()
+            if item.error is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="trainpath-prefetch", daemon=True
+                )
+                self._thread.start()
+            return item
+        deadline = time.monotonic() + _LONGEST_WAIT_S
+        with self._changed:
+            while not self._items:
+                if self._stopped:
+                    raise ClosedError("the prefetcher was closed or iterated anew")
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise DeadlineError(
+                        f"{type(self._owner.source).__name__} gave no batch within "
+                        f"{_LONGEST_WAIT_S:.0f} s; look at what it waits for"
+                    )
+            item = self._items.popleft()
+            if item.error is not None:
+                self._stopped = True
+            self._changed.notify_all()
+            return item
+
+    def _make(self) -> _Item:
+        item = _Item()
+        recorder = StageRecorder()
+        with recording(recorder):
+            recorder.switch(S.DATA_DECODE)
+            try:
+                item.value = next(self._iterator)
+                item.state = self._owner._source_state()  # noqa: SLF001  (one component)
+            except BaseException as error:  # it surfaces at this position
+                item.error = error
+            recorder.switch(-1)
+        item.stages = recorder.take()
+        return item
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or len(self._items) < self._depth)
+                if self._stopped:
+                    return
+            item = self._make()
+            with self._changed:
+                self._items.append(item)
+                self._changed.notify_all()
+            if item.error is not None:
+                return
+
+    def stop(self) -> None:
+        """End the thread; what it made ahead is dropped."""
+        with self._changed:
+            self._stopped = True
+            self._items.clear()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)

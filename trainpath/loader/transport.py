@@ -1,0 +1,209 @@
+"""Messages between the step process and its workers: small ones inline, batches by memfd.
+
+One `Channel` is one end of a SOCK_SEQPACKET socket pair, so a message arrives whole or
+not at all, also when its sender is killed half-way. A message is a protocol 5 pickle whose
+tensors and arrays travel out of band. Up to `INLINE_BYTES` it goes through the socket;
+above that one memfd carries all of it and the receiver maps it: the batch it hands out is
+the very memory that the worker wrote.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import socket
+import struct
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["INLINE_BYTES", "Channel", "channel_pair", "dumps", "loads"]
+
+# Up to here the socket's two copies cost less than a memfd and its mapping (measured, CPU
+# us per batch, both sides: 4 KB 121 inline against 174; 64 KB 327 against 184). For 19 MB
+# the memfd costs 11.6 ms; torch's queue of shared tensors 25 ms of wall on the same machine.
+INLINE_BYTES: Final = 32 * 1024
+_ALIGNMENT: Final = 64
+# A mapping keeps a file descriptor for as long as a batch lives. Users who keep batches
+# get copies beyond this many, so that they never run out of descriptors.
+_MAX_MAPPINGS: Final = 64
+_HEAD: Final = struct.Struct("<QI")  # pickle length, number of buffers
+_MAX_PACKET: Final = INLINE_BYTES + 8192
+_IOV_MAX: Final = 512
+
+
+class _Pickler(pickle.Pickler):
+    """Protocol 5 with dense CPU tensors as out-of-band buffers."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce a plain dense CPU tensor to its bytes; leave everything else alone."""
+        if type(obj) is not torch.Tensor:
+            return NotImplemented
+        if obj.layout is not torch.strided or obj.device.type != "cpu" or obj.requires_grad:
+            return NotImplemented
+        if obj.is_quantized or obj.is_conj() or obj.is_neg() or obj.is_nested:
+            return NotImplemented
+        strides: tuple[int, ...] | None = None
+        if obj.is_contiguous():
+            flat = obj.reshape(-1)
+        elif obj.storage_offset() == 0 and obj.untyped_storage().nbytes() == obj.nbytes:
+            # Dense in another memory format (channels last): keep its strides.
+            strides = obj.stride()
+            flat = obj.as_strided((obj.numel(),), (1,))
+        else:
+            flat = obj.contiguous().reshape(-1)
+        raw = pickle.PickleBuffer(_bytes_of(flat))
+        return _rebuild_tensor, (raw, obj.dtype, tuple(obj.shape), strides)
+
+
+def _bytes_of(flat: torch.Tensor) -> Any:
+    """Return the memory of a contiguous tensor as an array of bytes, without a copy."""
+    return flat.view(torch.uint8).numpy()
+
+
+def _rebuild_tensor(
+    raw: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None
+) -> torch.Tensor:
+    if memoryview(raw).nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(raw, dtype=dtype)
+    return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+
+
+def dumps(message: object) -> tuple[memoryview, list[memoryview]]:
+    """Pickle `message`; return the pickle and its out-of-band buffers."""
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw())).dump(message)
+    return stream.getbuffer(), buffers
+
+
+def loads(pickled: memoryview | bytes, buffers: Sequence[memoryview]) -> Any:
+    """Undo `dumps`: the result shares memory with `buffers`."""
+    return pickle.loads(pickled, buffers=buffers)
+
+
+def _pad(length: int) -> int:
+    return -length % _ALIGNMENT
+
+
+class Channel:
+    """One end of a two-way message channel; one sending and one receiving thread at a time.
+
+    Cost:
+        A system call per message on either side; one memfd, one mapping and one
+        descriptor per large message, all gone when the last tensor of it dies. No named
+        shared memory, no limit of /dev/shm.
+
+    Guarantee:
+        A message is received whole or not at all. When either side dies the other one
+        gets EOFError (receiving) or BrokenPipeError (sending).
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self.num_copied = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Channel, (self._socket,)
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on (-1 when closed)."""
+        return self._socket.fileno()
+
+    def send(self, message: object) -> None:
+        """Send one message; blocks while the other side's queue is full."""
+        pickled, buffers = dumps(message)
+        head = _HEAD.pack(len(pickled), len(buffers))
+        head += struct.pack(f"<{len(buffers)}Q", *(len(buffer) for buffer in buffers))
+        total = len(head) + len(pickled) + sum(len(b) + _ALIGNMENT for b in buffers)
+        pieces: list[memoryview | bytes] = [head, pickled]
+        position = len(head) + len(pickled)
+        for buffer in buffers:
+            pieces += [bytes(_pad(position)), buffer]
+            position += _pad(position) + len(buffer)
+        if total <= INLINE_BYTES:
+            self._socket.sendmsg([b"".join(pieces)])
+            return
+        fd = os.memfd_create("trainpath-batch")
+        try:
+            _write_all(fd, pieces)
+            socket.send_fds(self._socket, [position.to_bytes(8, "little")], [fd])
+        finally:
+            os.close(fd)
+
+    def recv(self) -> Any:
+        """Return the next message, waiting for it.
+
+        Raises:
+            EOFError: The other side is gone and everything it sent was received.
+        """
+        try:
+            data, fds, _, _ = socket.recv_fds(self._socket, _MAX_PACKET, 1)
+        except ConnectionResetError as error:
+            raise EOFError("the other side of the channel is gone") from error
+        if not data:
+            raise EOFError("the other side of the channel is gone")
+        if not fds:
+            return _unpack(memoryview(bytearray(data)))
+        try:
+            return _unpack(self._map(fds[0], int.from_bytes(data, "little")))
+        finally:
+            os.close(fds[0])
+
+    def _map(self, fd: int, length: int) -> memoryview:
+        if len(self._mappings) >= _MAX_MAPPINGS:
+            self.num_copied += 1
+            copy = bytearray(length)
+            with os.fdopen(os.dup(fd), "rb", buffering=0) as stream:
+                stream.seek(0)
+                view = memoryview(copy)
+                while view:
+                    view = view[stream.readinto(view) or 0 :]
+            return memoryview(copy)
+        mapping = mmap.mmap(fd, length)
+        self._mappings.add(mapping)
+        return memoryview(mapping)
+
+    def close(self) -> None:
+        """Close this end; safe to call twice."""
+        self._socket.close()
+
+
+def _unpack(view: memoryview) -> Any:
+    pickle_length, num_buffers = _HEAD.unpack_from(view)
+    lengths = struct.unpack_from(f"<{num_buffers}Q", view, _HEAD.size)
+    start = _HEAD.size + 8 * num_buffers
+    pickled = view[start : start + pickle_length]
+    position = start + pickle_length
+    buffers = []
+    for length in lengths:
+        position += _pad(position)
+        buffers.append(view[position : position + length])
+        position += length
+    return loads(pickled, buffers)
+
+
+def _write_all(fd: int, pieces: list[memoryview | bytes]) -> None:
+    """Write the pieces to `fd` in order, however the kernel splits them."""
+    pending = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+    while pending:
+        written = os.writev(fd, pending[:_IOV_MAX])
+        while pending and written >= len(pending[0]):
+            written -= len(pending[0])
+            pending.pop(0)
+        if written:
+            pending[0] = pending[0][written:]
+
+
+def channel_pair() -> tuple[Channel, Channel]:
+    """Return the two connected ends of a new channel."""
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(left), Channel(right)

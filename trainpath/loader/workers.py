@@ -1,0 +1,220 @@
+"""The pool of worker processes, seen from the step process.
+
+A worker is started the way torch would start it (`start_context`), talks through one
+channel, and is waited for together with all others: no polling, no helper thread. The
+death of a worker is an event like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import weakref
+from multiprocessing import connection, reduction
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from trainpath.loader._forkserver import ForkserverContext
+from trainpath.loader._worker import run_worker
+from trainpath.loader.transport import channel_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainpath.loader._worker import WorkerSpec
+    from trainpath.loader.transport import Channel
+
+__all__ = ["WorkerPool", "describe_exit", "start_context"]
+
+_JOIN_S: Final = 5.0
+
+
+def start_context(spec: WorkerSpec, wanted: Any) -> Any:
+    """Return the multiprocessing context to start workers with.
+
+    Args:
+        spec: What the workers get.
+        wanted: The user's `multiprocessing_context`, or None.
+
+    Returns:
+        `wanted`, or the start method the user set globally, or else fork as torch does on
+        Linux; but not from a process with a CUDA context, unless the workers' arguments
+        cannot be sent to a fork server (unpicklable, or defined in the main script).
+    """
+    if wanted is not None:
+        return wanted
+    method = multiprocessing.get_start_method(allow_none=True)
+    if method is not None and method != "fork":
+        return multiprocessing.get_context(method)
+    has_context = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if has_context and _is_portable(spec):
+        return ForkserverContext()
+    return multiprocessing.get_context("fork")
+
+
+def _is_portable(spec: WorkerSpec) -> bool:
+    try:
+        return b"__main__" not in bytes(reduction.ForkingPickler.dumps(spec))
+    except Exception:
+        return False
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """Say how a process ended: "was killed by SIGKILL", "exited with code 3"."""
+    if exitcode is None:
+        return "closed its channel"
+    if exitcode >= 0:
+        return f"exited with code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+class _Member:
+    """One running worker: its process and our end of its channel."""
+
+    def __init__(self, process: Any, channel: Channel) -> None:
+        self.process = process
+        self.channel = channel
+        self.gone = False
+
+
+class WorkerPool:
+    """Worker processes and their channels.
+
+    Args:
+        spec: What every worker gets.
+        context: The multiprocessing context to start them with.
+
+    Cost:
+        `spec.num_workers` daemon processes with two or three threads each; two file
+        descriptors per worker here.
+
+    Guarantee:
+        Workers end with the step process, also when that is killed: they wait on its
+        process descriptor and ask the kernel for a parent-death signal.
+    """
+
+    def __init__(self, spec: WorkerSpec, context: Any) -> None:
+        self._spec = spec
+        self._context = context
+        self._members: list[_Member] = []
+        self._owner = os.getpid()
+        self.closed = False
+        self._finalizer = weakref.finalize(self, _end, self._members, self._owner)
+        try:
+            for worker in range(spec.num_workers):
+                self._members.append(self._launch(worker))
+        except BaseException:
+            self.close()
+            raise
+
+    def _launch(self, worker: int) -> _Member:
+        ours, theirs = channel_pair()
+        forks = self._context.get_start_method() == "fork"
+        # A fork inherits our ends of all channels: it must close them, or the others would
+        # never see the end of a channel.
+        inherited = [member.channel for member in self._members] if forks else []
+        process = self._context.Process(
+            target=run_worker,
+            args=(worker, self._spec, theirs, [ours, *inherited] if forks else []),
+            name=f"trainpath-loader-{worker}",
+            daemon=True,
+        )
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return _Member(process, ours)
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the workers."""
+        return [member.process.pid for member in self._members]
+
+    def send(self, worker: int, message: object) -> None:
+        """Send a message; one to a dead worker is dropped (its death is an event to come)."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._members[worker].channel.send(message)
+
+    def wait(self, timeout_s: float) -> Iterator[tuple[int, Any]]:
+        """Yield (worker, message) for all that is here, waiting for the first.
+
+        The message None means that the worker is dead and all it sent was yielded.
+        Nothing is yielded when `timeout_s` passed.
+        """
+        sources: dict[Any, tuple[int, bool]] = {}
+        for worker, member in enumerate(self._members):
+            if not member.gone:
+                sources[member.channel] = (worker, False)
+                sources[member.process.sentinel] = (worker, True)
+        ready = connection.wait(list(sources), timeout_s)
+        dead = []
+        for source in ready:
+            worker, is_sentinel = sources[source]
+            if is_sentinel:
+                dead.append(worker)
+                continue
+            try:
+                yield worker, self._members[worker].channel.recv()
+            except EOFError:
+                dead.append(worker)
+        for worker in dict.fromkeys(dead):
+            yield from self._bury(worker)
+
+    def _bury(self, worker: int) -> Iterator[tuple[int, Any]]:
+        member = self._members[worker]
+        while connection.wait([member.channel.fileno()], 0):
+            try:
+                yield worker, member.channel.recv()
+            except EOFError:
+                break
+        member.gone = True
+        yield worker, None
+
+    def exit_of(self, worker: int) -> tuple[int, str]:
+        """Return (pid, how it ended) of a dead worker."""
+        process = self._members[worker].process
+        process.join(_JOIN_S)
+        return process.pid, describe_exit(process.exitcode)
+
+    def respawn(self, worker: int) -> None:
+        """Replace a dead worker by a new process."""
+        _stop(self._members[worker])
+        self._members[worker] = self._launch(worker)
+
+    def close(self) -> None:
+        """End and join all workers (by closing their channels); safe to call twice."""
+        self.closed = True
+        self._finalizer()
+
+
+def _end(members: list[_Member], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the step process: the workers are not its children
+    for member in members:
+        member.channel.close()
+    for member in members:
+        _stop(member)
+    members.clear()
+
+
+def _stop(member: _Member) -> None:
+    member.channel.close()
+    member.process.join(_JOIN_S)
+    if member.process.is_alive():
+        member.process.terminate()
+        member.process.join(_JOIN_S)
+    if member.process.is_alive():
+        member.process.kill()
+        member.process.join(_JOIN_S)
+    with contextlib.suppress(ValueError):
+        member.process.close()
