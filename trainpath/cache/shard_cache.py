@@ -1,0 +1,555 @@
+"""The node-local shard cache: each remote object is downloaded once per node."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, get_args
+
+from trainpath.cache.directory import CacheDirectory, Evicted
+from trainpath.cache.download import (
+    TRIES_IF_CHANGED,
+    DiskError,
+    DownloadFile,
+    ObjectChangedError,
+    crc_of,
+    fetch,
+    private_copy,
+    size_of,
+)
+from trainpath.cache.eviction import KeepUntilFull
+from trainpath.cache.fetch import store_for
+from trainpath.cache.locks import close_lock, file_lock
+from trainpath.cache.names import (
+    ObjectName,
+    boot_tag,
+    canonical_url,
+    digest,
+    local_path,
+    redact,
+    strip_protocol,
+    tag_of,
+)
+from trainpath.cache.prefetch import Prefetcher
+from trainpath.cache.stats import CacheStats, VerifyReport
+from trainpath.errors import (
+    CacheWriteError,
+    ClosedError,
+    ConfigError,
+    DeadlineError,
+    FetchError,
+    ShardNotFoundError,
+    TrainpathError,
+)
+from trainpath.metrics import segments as S
+from trainpath.metrics.lineage import stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from trainpath.cache.eviction import EvictionPolicy
+    from trainpath.types import Store
+
+__all__ = ["Revalidate", "ShardCache", "open_local"]
+
+Revalidate = Literal["start", "open", "never"]
+
+_log = logging.getLogger("trainpath.cache")
+
+_PROBE_AGAIN_S: Final = 30.0
+_PICKLED: Final = (
+    *("directory", "max_bytes", "min_free_bytes", "timeout_s", "revalidate"),
+    *("storage_options", "given_store", "policy", "started_ns"),
+)
+_COUNTERS: Final = tuple(f.name for f in fields(CacheStats) if f.name != "degraded")
+
+
+class ShardCache:
+    """One directory of immutable shard files, shared by all processes and jobs of a node.
+
+    Args:
+        directory: Where the files go; made if missing. Must be on a local disk.
+        max_bytes: Limit on everything in it, running downloads included (None: only
+            `min_free_bytes`). All processes should give the same one.
+        min_free_bytes: What to leave free on its disk (None: 5 % of it, at most 1 GiB).
+        timeout_s: Longest silence of a socket, after which the request is retried. Four
+            times as long without progress of another process's download, and this process
+            stops waiting and passes through.
+        revalidate: When the origin is asked whether an object in the directory is still
+            the current version: "start", once after this job began to use the cache
+            (pickled copies and forked children belong to the job); "open", at each open;
+            "never", whatever is there is right.
+        storage_options: For the origin: `{"headers": ...}` for HTTP(S), else for fsspec.
+        store: Where objects come from instead; must be picklable if the cache is pickled.
+        policy: Chooses what is evicted (default: `KeepUntilFull`).
+
+    Cost:
+        A hit is one open, one lock, one stat (about 10 us). A miss adds one HEAD, a CRC-32
+        of the bytes as they pass, and a listing of the directory. No process, no thread
+        until `prefetch`.
+
+    Guarantee:
+        The directory never holds more than `max_bytes`, not even for an instant. A file
+        that was handed out stays readable whatever happens to the cache. After kill -9 of
+        any process, others go on at once, no partial object is ever served, and the next
+        process removes what is left; after a power loss, objects are checked against their
+        digest before they are used. Objects that do not fit, and all misses while the disk
+        is full or read-only, pass through a file without a name in `TMPDIR`, which is
+        outside the budget. Where the file system has no working locks, bytes are still
+        right, but downloads may be repeated and the budget is not kept.
+
+    Raises:
+        CacheWriteError: The directory cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_bytes: int | None = None,
+        min_free_bytes: int | None = None,
+        timeout_s: float = 60.0,
+        revalidate: Revalidate = "start",
+        storage_options: Mapping[str, Any] | None = None,
+        store: Store | None = None,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        if max_bytes is not None and max_bytes <= 0:
+            raise ConfigError(f"max_bytes must be positive, got {max_bytes}")
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s must be positive, got {timeout_s}")
+        if revalidate not in get_args(Revalidate):
+            raise ConfigError(
+                f"revalidate must be one of {', '.join(get_args(Revalidate))}, got {revalidate!r}"
+            )
+        self._directory = str(Path(directory).absolute())
+        self._max_bytes = max_bytes
+        self._min_free_bytes = min_free_bytes
+        self._timeout_s = timeout_s
+        self._revalidate = revalidate
+        self._storage_options = storage_options
+        self._given_store = store
+        self._policy = policy or KeepUntilFull()
+        self._started_ns: int | None = None
+        self._prepare()
+        try:
+            self._disk.create()
+            self._register()
+        except OSError as error:
+            raise CacheWriteError(
+                f"the cache directory {self._directory} cannot be used: {error}; "
+                "choose a writable directory on a local disk, or none"
+            ) from error
+        if not self._disk.locks_work:
+            _log.warning(
+                "file locks do not work in %s: downloads may be repeated and the budget is not "
+                "kept; use a directory on a local disk",
+                self._directory,
+            )
+
+    def _prepare(self) -> None:
+        """Set what belongs to this process alone."""
+        self._disk = CacheDirectory(
+            self._directory,
+            max_bytes=self._max_bytes,
+            min_free_bytes=self._min_free_bytes,
+            timeout_s=max(self._timeout_s, 10.0),
+            policy=self._policy,
+        )
+        self._boot = boot_tag()
+        self._stores: dict[str, Store] = {}
+        self._closed = False
+        self._pinned: dict[str, ObjectName] = {}
+        self._warned = False
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget what a fork does not carry over: threads, locks held, counters."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._session = -1
+        self._retry_at = 0.0
+        self._prefetcher: Prefetcher | None = None
+
+    def _register(self) -> None:
+        with self._lock:
+            if self._session >= 0:
+                return
+            try:
+                opened = self._disk.open_session(self._started_ns)
+            except FileNotFoundError:  # unpickled on another node, or somebody removed it
+                self._disk.create()
+                opened = self._disk.open_session(self._started_ns)
+            self._session, self._started_ns = opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, f"_{name}") for name in _PICKLED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, f"_{name}", value)
+        self._prepare()
+
+    def __repr__(self) -> str:
+        return f"ShardCache({self._directory!r}, max_bytes={self._max_bytes})"
+
+    @property
+    def directory(self) -> str:
+        """The directory given, as an absolute path."""
+        return self._directory
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The limit given."""
+        return self._max_bytes
+
+    def open(self, url: str | os.PathLike[str]) -> BinaryIO:
+        """Open an object for reading, downloading it first if it is not here.
+
+        The file is a real one: it can be mapped, and its descriptor passed on. While it or a
+        map of it is open, the object is not evicted. A local path or `file://` URL is opened
+        where it is, never copied.
+
+        Raises:
+            ShardNotFoundError: There is no such object.
+            FetchError: The origin did not deliver one complete version after all retries.
+            ClosedError: After `close()`.
+        """
+        self._enter()
+        text = strip_protocol(url)
+        path = local_path(text)
+        if path is not None:
+            return open_local(path)
+        with stage(S.DATA_CACHE):
+            key = self._key(text)
+            file = self._hit(key)
+            if file is not None:
+                return file
+            file, version = self._fill(key, text)
+            if file is not None:
+                return file
+            file, num_bytes = private_copy(self._store(text), text, version)
+            self._count(num_bypassed=1, bytes_bypassed=num_bytes)
+            return file
+
+    def contains(self, url: str | os.PathLike[str]) -> bool:
+        """Say whether `url` is in the directory (any version; local files: exist)."""
+        self._enter()
+        text = strip_protocol(url)
+        path = local_path(text)
+        if path is not None:
+            return Path(path).exists()
+        return bool(self._disk.lookup(self._key(text)))
+
+    def prefetch(self, urls: Iterable[str | os.PathLike[str]]) -> None:
+        """Download in the background, in this order, what is not here and fits.
+
+        Two threads at most; returns at once. An error is raised by the next call into the
+        cache. What does not fit is skipped.
+        """
+        self._enter()
+        texts = [strip_protocol(url) for url in urls]
+        remote = [text for text in texts if local_path(text) is None]
+        with self._lock:
+            if self._prefetcher is None:
+                self._prefetcher = Prefetcher(self._prefetch_one)
+            self._prefetcher.add(remote)
+
+    def stats(self) -> CacheStats:
+        """Return the counters of this process and the state of the directory."""
+        self._enter()
+        used = sum(name.num_bytes for name in self._disk.residents())
+        try:
+            reserved = self._disk.reserved_bytes()
+        except OSError:
+            reserved = 0
+        with self._lock:
+            counts = CacheStats(**self._counts)  # type: ignore[arg-type]
+        return replace(
+            counts, bytes_used=used, bytes_reserved=reserved, degraded=self._is_degraded()
+        )
+
+    def verify(self) -> VerifyReport:
+        """Read every object and remove those whose bytes do not match their digest.
+
+        Raises:
+            CacheWriteError: A damaged object cannot be removed.
+        """
+        self._enter()
+        checked = num_bytes = 0
+        removed = []
+        for name in self._disk.residents():
+            file = self._disk.open(name)
+            if file is not None:
+                with file:
+                    good = crc_of(file) == name.crc
+            elif name in self._disk.lookup(name.key):
+                good = False
+            else:
+                continue  # evicted meanwhile
+            checked += 1
+            num_bytes += name.num_bytes
+            if not good:
+                try:
+                    self._discard(name)
+                except OSError as error:
+                    raise CacheWriteError(
+                        f"{self._directory} holds a damaged object, {name}, that cannot be "
+                        f"removed: {error}"
+                    ) from error
+                removed.append(str(name))
+        return VerifyReport(num_objects=checked, num_bytes=num_bytes, removed=tuple(removed))
+
+    def close(self) -> None:
+        """Stop prefetching and leave; safe to call twice. Files handed out stay open.
+
+        Raises:
+            TrainpathError: A prefetch failed and no call has said so yet.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        prefetcher, self._prefetcher = self._prefetcher, None
+        if self._pid == os.getpid():
+            if prefetcher is not None:
+                prefetcher.close(timeout_s=2 * self._timeout_s)
+            close_lock(self._session)
+        for store in self._stores.values():
+            close = getattr(store, "close", None)
+            if close is not None and store is not self._given_store:
+                close()
+        if prefetcher is not None and self._pid == os.getpid():
+            prefetcher.raise_error()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _enter(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the cache in {self._directory} is closed")
+        if self._pid != os.getpid():
+            self._reset()
+        if self._prefetcher is not None:
+            self._prefetcher.raise_error()
+
+    def _key(self, url: str) -> str:
+        options = self._storage_options or {}
+        client = options.get("client_kwargs") or {}
+        endpoint = options.get("endpoint_url") or client.get("endpoint_url") or ""
+        return digest(f"{endpoint}\n{canonical_url(url)}")
+
+    def _store(self, url: str) -> Store:
+        if self._given_store is not None:
+            return self._given_store
+        scheme = url.partition(":")[0].lower()
+        if scheme not in self._stores:
+            self._stores[scheme] = store_for(
+                url, storage_options=self._storage_options, timeout_s=self._timeout_s
+            )
+        return self._stores[scheme]
+
+    def _hit(self, key: str, *, waited: bool = False) -> BinaryIO | None:
+        """Open what needs no question: here, proven under this boot, current for this job."""
+        if self._revalidate == "open":
+            return None
+        name = self._pinned.get(key)
+        file = None if name is None else self._disk.open(name)
+        if name is None or file is None:
+            found = self._disk.lookup(key)
+            if len(found) != 1 or found[0].boot != self._boot:
+                return None
+            name = found[0]
+            file = self._disk.open(name)
+            if file is None:
+                return None
+            if self._before_start(file):
+                if self._revalidate == "start":
+                    file.close()
+                    return None
+                self._disk.touch(file)
+            self._pinned[key] = name
+        if waited:
+            self._count(num_waits=1, bytes_hit=name.num_bytes)
+        else:
+            self._count(num_hits=1, bytes_hit=name.num_bytes)
+        return file
+
+    def _before_start(self, file: BinaryIO) -> bool:
+        return os.fstat(file.fileno()).st_mtime_ns < (self._started_ns or 0)
+
+    def _fill(self, key: str, url: str) -> tuple[BinaryIO | None, tuple[int, str | None] | None]:
+        """Get the object into the directory.
+
+        Returns:
+            The open file, or None if it must pass through, then with its version if known.
+        """
+        if self._is_degraded():
+            return None, None
+        try:
+            self._register()
+            lock = file_lock(self._disk.lock_key(key), timeout_s=4 * self._timeout_s)
+            with lock as (fd, waited):
+                if waited:
+                    file = self._hit(key, waited=True)
+                    if file is not None:
+                        return file, None
+                return self._current_or_download(key, url, fd)
+        except DeadlineError as error:
+            _log.warning("%s; downloading %s past the cache", error, redact(url))
+        except TrainpathError:
+            raise
+        except (OSError, DiskError) as error:
+            self._degrade(error)
+        return None, None
+
+    def _current_or_download(
+        self, key: str, url: str, lock_fd: int
+    ) -> tuple[BinaryIO | None, tuple[int, str | None]]:
+        left = TRIES_IF_CHANGED
+        while True:
+            version, file = self._current(key, url)
+            if file is not None:
+                return file, version
+            left -= 1
+            try:
+                return self._download(key, url, version, lock_fd), version
+            except ObjectChangedError:
+                if not left:
+                    raise
+
+    def _current(self, key: str, url: str) -> tuple[tuple[int, str | None], BinaryIO | None]:
+        """Ask the origin for the current version, and open it if it is here and sound."""
+        found = self._disk.lookup(key)
+        if self._revalidate == "never" and len(found) == 1:
+            file = self._checked(found[0])
+            if file is not None:
+                return (found[0].num_bytes, None), file
+            found = []
+        try:
+            version = size_of(self._store(url), url)
+        except ShardNotFoundError:
+            raise
+        except FetchError as error:
+            if len(found) == 1 and (file := self._checked(found[0])) is not None:
+                _log.warning("%s; using the copy in %s as it is", error, self._directory)
+                return (found[0].num_bytes, None), file
+            raise
+        if found:
+            self._count(num_revalidated=1)
+        for name in found:
+            if (name.num_bytes, name.tag) == (version[0], tag_of(version[1])):
+                return version, self._checked(name)
+        return version, None
+
+    def _checked(self, name: ObjectName) -> BinaryIO | None:
+        """Open an object, after reading it once if another boot published it."""
+        file = self._disk.open(name)
+        good = file is not None
+        if file is not None and name.boot != self._boot:
+            good = crc_of(file) == name.crc
+            if good:
+                name = self._disk.confirm(name, self._boot)
+            else:
+                file.close()
+        if not good or file is None:
+            if name in self._disk.lookup(name.key):
+                self._discard(name)
+            return None
+        self._disk.touch(file)
+        self._pinned[name.key] = name
+        self._count(num_hits=1, bytes_hit=name.num_bytes)
+        return file
+
+    def _discard(self, name: ObjectName) -> None:
+        self._disk.discard(name)
+        self._count(num_corrupt=1)
+        _log.warning("removed a damaged object from %s: %s", self._directory, name)
+
+    def _download(
+        self, key: str, url: str, version: tuple[int, str | None], lock_fd: int
+    ) -> BinaryIO | None:
+        evicted = Evicted()
+        num_bytes, etag = version
+        reservation = self._disk.reserve(key, num_bytes, evicted)
+        self._count(num_evicted=evicted.num_objects, bytes_evicted=evicted.num_bytes)
+        if reservation is None:
+            return None
+        try:
+            destination = DownloadFile(
+                reservation.fd, url, max_bytes=num_bytes, beat=lambda: self._beat(lock_fd)
+            )
+            fetch(self._store(url), url, destination, version)
+            name = ObjectName(key, tag_of(etag), num_bytes, destination.crc, self._boot)
+            file = self._disk.publish(reservation, name)
+        finally:
+            self._disk.release(reservation)
+        self._pinned[key] = name
+        self._count(num_misses=1, bytes_fetched=num_bytes)
+        return file
+
+    def _beat(self, lock_fd: int) -> None:
+        """Show those who wait for this download that it makes progress."""
+        if self._closed:
+            raise ClosedError(f"the cache in {self._directory} was closed during a download")
+        os.utime(lock_fd)
+
+    def _prefetch_one(self, url: str) -> None:
+        key = self._key(url)
+        if self._disk.lookup(key) and self._revalidate != "open":
+            return  # its version is checked when it is opened
+        try:
+            file, _ = self._fill(key, url)
+        except ClosedError:
+            return
+        if file is not None:
+            file.close()
+
+    def _is_degraded(self) -> bool:
+        return time.monotonic() < self._retry_at
+
+    def _degrade(self, error: Exception) -> None:
+        if isinstance(error, FileNotFoundError):  # somebody removed the directory: make it again
+            with self._lock:
+                close_lock(self._session)
+                self._session = -1
+            return
+        self._retry_at = time.monotonic() + _PROBE_AGAIN_S
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "the cache in %s cannot be written (%s): shards that are not in it pass through "
+                "until it can",
+                self._directory,
+                error,
+            )
+
+    def _count(self, **amounts: int) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._counts[name] += amount
+
+
+def open_local(path: str) -> BinaryIO:
+    """Open a local file where it is."""
+    try:
+        return Path(path).open("rb")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ShardNotFoundError(f"{path} does not exist") from error
+    except OSError as error:
+        raise FetchError(f"{path} cannot be read: {error.strerror}") from error
