@@ -67,6 +67,10 @@ def _global_rng(state: str | None) -> Iterator[None]:
         torch.set_rng_state(before)
 
 
+class _LoadedEpoch(int):
+    """An epoch that came from a state."""
+
+
 class _Watched:
     """An iterator that captures the random state just before its first item."""
 
@@ -135,6 +139,15 @@ class IndexSource:
         epoch = getattr(self._inner, "epoch", None)
         return epoch if isinstance(epoch, int) else None
 
+    def set_loaded_epoch(self, epoch: int) -> None:
+        """Set the epoch of a loaded state, in a way that tells it from one set by the user."""
+        self.set_epoch(_LoadedEpoch(epoch))
+
+    @property
+    def epoch_named(self) -> bool:
+        """Whether the user set the sampler's epoch since a state was loaded."""
+        return self.epoch is not None and not isinstance(self.epoch, _LoadedEpoch)
+
     def begin(self, *, twice: bool) -> Plan:
         """Return the plan of a new epoch.
 
@@ -156,7 +169,7 @@ class IndexSource:
         """Note the random state that the index stream is about to begin with."""
         start: dict[str, Any] = {}
         if self.epoch is not None:
-            start["sampler_epoch"] = self.epoch
+            start["sampler_epoch"] = int(self.epoch)
         if self._draws_seed:
             generator = torch.Generator()
             generator.set_state(torch.get_rng_state())
@@ -195,7 +208,7 @@ class IndexSource:
         self._started_with = start
         self.restore_generators(start["generators"])
         if "sampler_epoch" in start:
-            self.set_epoch(start["sampler_epoch"])
+            self.set_loaded_epoch(start["sampler_epoch"])
         batching = self._batching
         if batching is None:
             with _global_rng(start.get("rng")):

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 __all__ = ["DataLoader"]
 
 _STATE_VERSION: Final = 1
+# Kinds whose position counts over all ranks: the same state everywhere.
+_GLOBAL_KINDS: Final = ("shards", "distributed")
 _WORKER_SEGMENTS: Final = (
     S.DATA_STORAGE,
     S.DATA_NETWORK,
@@ -247,6 +249,7 @@ class DataLoader:
         self._epoch = 0
         self._base_seed: int | None = None
         self._resume: dict[str, Any] | None = None
+        self._epoch_named = False
         self._current: LoaderIterator | None = None
         self._closed = False
         self._clock: StepClock = NULL_CLOCK
@@ -291,7 +294,13 @@ class DataLoader:
         if self._current is not None:
             self._abandon(self._current)
         resume, self._resume = self._resume, None
-        self._current = LoaderIterator(self, self._begin(resume), resumed=resume is not None)
+        # Who names the epoch gets what is left of it, be it nothing; who does not gets the
+        # next one where nothing is left.
+        goes_on = resume is not None and not (
+            self._epoch_named or (self._source is None and self._indices.epoch_named)
+        )
+        self._epoch_named = False
+        self._current = LoaderIterator(self, self._begin(resume), goes_on=goes_on)
         return self._current
 
     def _abandon(self, iterator: LoaderIterator) -> None:
@@ -326,7 +335,7 @@ class DataLoader:
         if not mid and self._source is None and not self._is_stream:
             plan = self._indices.begin(twice=self.num_workers > 0 and not kept)
         if resume is not None and (mid or self.persistent_workers):
-            self._base_seed = resume["base_seed"]
+            self._base_seed = self._resumed_seed(resume)
         if self._base_seed is None or not (mid or self.persistent_workers):
             self._base_seed = draw_seed(self.generator)
         stream = None
@@ -347,6 +356,15 @@ class DataLoader:
         else:
             position = 0
         return self._run(plan, position, stream)
+
+    def _resumed_seed(self, resume: dict[str, Any]) -> int:
+        """Return the workers' base seed without a draw: it was drawn before the state was taken.
+
+        A state that is the same on all ranks has none: each rank makes up its own.
+        """
+        if "base_seed" in resume:
+            return int(resume["base_seed"] or 0)
+        return (torch.initial_seed() + 0x9E3779B97F4A7C15 * (self._world()[0] + 1)) % (1 << 62)
 
     def _moved_on(self, resume: dict[str, Any]) -> bool:
         """Whether the user set a later epoch than the one the state is in."""
@@ -440,11 +458,8 @@ class DataLoader:
         self._release(running)
 
     def go_on(self, iterator: LoaderIterator, running: RunningPass) -> RunningPass:
-        """Start the next epoch: the state that was loaded was the end of this one."""
-        ended = self._epoch
+        """Start the next epoch: the state that was loaded is the end of this one."""
         self.finish(iterator, running)
-        if self._indices.epoch == ended:
-            self._indices.set_epoch(self._epoch)
         self._current = iterator
         return self._begin(None)
 
@@ -470,8 +485,10 @@ class DataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the order depends on, here and in the samplers.
 
-        Ignored when a state of this epoch or a later one was loaded: the position wins.
+        After `load_state_dict` of this epoch or a later one the position wins: the next
+        iterator gives what is left of the state's epoch.
         """
+        self._epoch_named = True
         if self._resume is not None and epoch <= self._resume["epoch"]:
             return
         if self._current is not None:
@@ -494,8 +511,9 @@ class DataLoader:
             "kind": self.kind,
             "epoch": self._epoch,
             "world_size": self._world()[1],
-            "base_seed": self._base_seed,
         }
+        if self.kind not in _GLOBAL_KINDS:
+            state["base_seed"] = self._base_seed
         state |= self._identity()
         running = self._current.running if self._current is not None else None
         if running is None:
@@ -552,13 +570,14 @@ class DataLoader:
         if self._current is not None:
             self._release_current()
         self._resume = dict(state_dict)
+        self._epoch_named = False
         self._set_epoch(state_dict["epoch"])
         sampler = state_dict.get("sampler", {})
         self._indices.restore_generators(
             state_dict.get("generators", sampler.get("generators", []))
         )
         if "sampler_epoch" in sampler:
-            self._indices.set_epoch(sampler["sampler_epoch"])
+            self._indices.set_loaded_epoch(sampler["sampler_epoch"])
         if "rng" in state_dict and self._shares_global_rng:
             torch.set_rng_state(unpack_rng(state_dict["rng"]))
 
@@ -580,7 +599,7 @@ class DataLoader:
                     "build the loader as it was, or start without the state"
                 )
         world_size = self._world()[1]
-        if self.kind not in ("shards", "distributed") and state["world_size"] != world_size:
+        if self.kind not in _GLOBAL_KINDS and state["world_size"] != world_size:
             raise StateMismatchError(
                 f"the loader state is of {state['world_size']} rank(s), this job has {world_size}; "
                 f"the position of a {self.kind!r} loader is rank-local: use a TarDataset or a "
@@ -615,10 +634,10 @@ RunningPass = InlinePass | WorkerPass
 class LoaderIterator:
     """The batches of one epoch; after a resume at its very end, of the next one."""
 
-    def __init__(self, loader: DataLoader, running: RunningPass, *, resumed: bool) -> None:
+    def __init__(self, loader: DataLoader, running: RunningPass, *, goes_on: bool) -> None:
         self._loader = loader
         self.running: RunningPass | None = running
-        self._resumed = resumed
+        self._goes_on = goes_on
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -633,11 +652,11 @@ class LoaderIterator:
         try:
             batch = running.next()
         except StopIteration:
-            if not self._resumed or running.num_delivered:
+            if not self._goes_on or running.num_delivered:
                 self.running = None
                 self._loader.finish(self, running)
                 raise
-            self._resumed = False
+            self._goes_on = False
             self.running = self._loader.go_on(self, running)
             return next(self)
         return self._loader.pinned(batch)

@@ -9,6 +9,7 @@ the very memory that the worker wrote.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import os
@@ -173,7 +174,13 @@ class Channel:
         return memoryview(mapping)
 
     def close(self) -> None:
-        """Close this end; safe to call twice."""
+        """Close this process's descriptor of this end; safe to call twice."""
+        self._socket.close()
+
+    def hang_up(self) -> None:
+        """End the connection for everybody, also forks that inherited this end, and close."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 

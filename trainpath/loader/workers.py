@@ -130,7 +130,7 @@ class WorkerPool:
         try:
             process.start()
         except BaseException:
-            ours.close()
+            ours.hang_up()
             raise
         finally:
             theirs.close()
@@ -201,14 +201,14 @@ def _end(members: list[_Member], owner: int) -> None:
     if os.getpid() != owner:
         return  # a fork of the step process: the workers are not its children
     for member in members:
-        member.channel.close()
+        member.channel.hang_up()
     for member in members:
         _stop(member)
     members.clear()
 
 
 def _stop(member: _Member) -> None:
-    member.channel.close()
+    member.channel.hang_up()
     member.process.join(_JOIN_S)
     if member.process.is_alive():
         member.process.terminate()
