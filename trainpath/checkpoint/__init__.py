@@ -1,1 +1,38 @@
-"""Checkpoint part of trainpath."""
+"""Checkpoints that do not block: stock `torch.distributed.checkpoint` directories, proven.
+
+`CheckpointManager` stages behind the next forward and backward, writes in a process of its
+own and commits by rename. The names are imported at their first use, because the writer
+process imports this package without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from trainpath.checkpoint.handle import Milestone, SaveHandle, SaveStats
+    from trainpath.checkpoint.manager import CheckpointManager
+    from trainpath.checkpoint.rng import RandomState
+
+__all__ = ["CheckpointManager", "Milestone", "RandomState", "SaveHandle", "SaveStats"]
+
+_HOMES: Final = {
+    "CheckpointManager": "trainpath.checkpoint.manager",
+    "Milestone": "trainpath.checkpoint.handle",
+    "RandomState": "trainpath.checkpoint.rng",
+    "SaveHandle": "trainpath.checkpoint.handle",
+    "SaveStats": "trainpath.checkpoint.handle",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
