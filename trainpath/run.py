@@ -265,7 +265,7 @@ class Run:
         self, model: nn.Module | None, optimizers: list[torch.optim.Optimizer]
     ) -> None:
         if optimizers:
-            self._closables.append(OptimizerHooks(optimizers, self.clock, self.end_step))
+            self._closables.append(OptimizerHooks(optimizers, self.clock, self._after_step))
         if self.settings.mode == "off":
             return
         if model is not None:
@@ -282,8 +282,11 @@ class Run:
         )
 
     def end_step(self) -> None:
-        """End the current step; called by the optimizer hook, by hand only without one."""
+        """End the current step by hand; with an optimizer its hook does that."""
         self.clock.end_step()
+        self._after_step()
+
+    def _after_step(self) -> None:
         self.step += 1
         self._stepped = True
         if self._guard is not None:
