@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 TRIES_IF_CHANGED: Final = 3
+_TRIES_IF_SHORT: Final = 3
 _CHUNK: Final = 1 << 20
 
 
@@ -134,20 +135,28 @@ def fetch(
         DiskError: The destination could not be written.
     """
     num_bytes, etag = version
-    with stage(S.DATA_NETWORK):
-        try:
-            store.fetch(url, destination, etag=etag)  # type: ignore[arg-type]
-        except (TrainpathError, DiskError):
-            raise
-        except FileNotFoundError as error:
-            raise ShardNotFoundError(f"{redact(url)} does not exist") from error
-        except OSError as error:
-            raise FetchError(f"{redact(url)}: {type(error).__name__} from the origin") from error
-    if destination.num_bytes != num_bytes:
-        raise FetchError(
-            f"{redact(url)}: the origin sent {destination.num_bytes} bytes instead of the "
-            f"{num_bytes} that it announced; is the object being written?"
-        )
+    left = _TRIES_IF_SHORT
+    while True:
+        with stage(S.DATA_NETWORK):
+            try:
+                store.fetch(url, destination, etag=etag)  # type: ignore[arg-type]
+            except (TrainpathError, DiskError):
+                raise
+            except FileNotFoundError as error:
+                raise ShardNotFoundError(f"{redact(url)} does not exist") from error
+            except OSError as error:
+                raise FetchError(
+                    f"{redact(url)}: {type(error).__name__} from the origin"
+                ) from error
+        if destination.num_bytes == num_bytes:
+            return
+        left -= 1
+        if not left:
+            raise FetchError(
+                f"{redact(url)}: the origin sent {destination.num_bytes} bytes instead of the "
+                f"{num_bytes} that it announced; is the object being written?"
+            )
+        destination.seek(0)
 
 
 def private_copy(

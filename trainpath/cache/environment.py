@@ -2,6 +2,7 @@
 
 `TRAINPATH_CACHE_DIR` and `TRAINPATH_CACHE_MAX_BYTES` say where and how much;
 `TRAINPATH_MODE=off` or `observe` turns it off, for the baseline of a comparison.
+`TRAINPATH_CACHE_STARTED_NS` is set by the first process of a job for those it starts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = ["DIRECTORY_VARIABLE", "MAX_BYTES_VARIABLE", "open_url", "shared_cache
 DIRECTORY_VARIABLE: Final = "TRAINPATH_CACHE_DIR"
 MAX_BYTES_VARIABLE: Final = "TRAINPATH_CACHE_MAX_BYTES"
 _MODE_VARIABLE: Final = "TRAINPATH_MODE"
+_STARTED_VARIABLE: Final = "TRAINPATH_CACHE_STARTED_NS"
 _TIMEOUT_S: Final = 60.0
 
 _caches: dict[str, ShardCache] = {}
@@ -70,7 +72,15 @@ def shared_cache(
     with _lock:
         cache = _caches.get(key)
         if cache is None:
-            cache = ShardCache(where, max_bytes=max_bytes, storage_options=storage_options)
+            started = os.environ.get(_STARTED_VARIABLE)
+            cache = ShardCache(
+                where,
+                max_bytes=max_bytes,
+                storage_options=storage_options,
+                job_started_ns=int(started) if started else None,
+            )
+            # Processes started by this one, however, belong to the same job.
+            os.environ.setdefault(_STARTED_VARIABLE, str(cache.job_started_ns))
             _caches[key] = cache
     return cache
 

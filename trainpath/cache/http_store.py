@@ -163,6 +163,7 @@ class HttpStore:
 
     def _size(self, url: str) -> tuple[int, str | None]:
         answer = self._request("HEAD", url, {})
+        answer.finish()
         if answer.status in _NO_HEAD:
             answer = self._request("GET", url, {"Range": "bytes=0-0"})
             answer.finish()

@@ -89,6 +89,7 @@ class ShardCache:
         storage_options: For the origin: `{"headers": ...}` for HTTP(S), else for fsspec.
         store: Where objects come from instead; must be picklable if the cache is pickled.
         policy: Chooses what is evicted (default: `KeepUntilFull`).
+        job_started_ns: When this job began to use the cache, `time.time_ns()` (default: now).
 
     Cost:
         A hit is one open, one lock, one stat (about 10 us). A miss adds one HEAD, a CRC-32
@@ -120,6 +121,7 @@ class ShardCache:
         storage_options: Mapping[str, Any] | None = None,
         store: Store | None = None,
         policy: EvictionPolicy | None = None,
+        job_started_ns: int | None = None,
     ) -> None:
         if max_bytes is not None and max_bytes <= 0:
             raise ConfigError(f"max_bytes must be positive, got {max_bytes}")
@@ -137,7 +139,7 @@ class ShardCache:
         self._storage_options = storage_options
         self._given_store = store
         self._policy = policy or KeepUntilFull()
-        self._started_ns: int | None = None
+        self._started_ns = job_started_ns
         self._prepare()
         try:
             self._disk.create()
@@ -166,6 +168,7 @@ class ShardCache:
         self._boot = boot_tag()
         self._stores: dict[str, Store] = {}
         self._closed = False
+        self._keys: dict[str, str] = {}
         self._pinned: dict[str, ObjectName] = {}
         self._warned = False
         self._reset()
@@ -205,6 +208,11 @@ class ShardCache:
     def directory(self) -> str:
         """The directory given, as an absolute path."""
         return self._directory
+
+    @property
+    def job_started_ns(self) -> int | None:
+        """When this job began to use the cache; what `revalidate="start"` compares with."""
+        return self._started_ns
 
     @property
     def max_bytes(self) -> int | None:
@@ -349,6 +357,12 @@ class ShardCache:
             self._prefetcher.raise_error()
 
     def _key(self, url: str) -> str:
+        key = self._keys.get(url)
+        if key is None:
+            key = self._keys[url] = self._new_key(url)
+        return key
+
+    def _new_key(self, url: str) -> str:
         options = self._storage_options or {}
         client = options.get("client_kwargs") or {}
         endpoint = options.get("endpoint_url") or client.get("endpoint_url") or ""
