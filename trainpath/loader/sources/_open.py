@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
+from trainpath.cache import open_url
 from trainpath.errors import FetchError, ShardNotFoundError, TrainpathError
 from trainpath.metrics import segments as S
 from trainpath.metrics.lineage import stage
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["ShardOpener", "local_path", "open_shard"]
-
-_CHUNK_BYTES = 1 << 20
 
 
 class ShardOpener(Protocol):
@@ -33,7 +31,9 @@ def local_path(url: str) -> Path | None:
     return None if "://" in url or "::" in url else Path(url)
 
 
-def open_shard(url: str, cache: ShardOpener | None, storage_options: Mapping[str, Any]) -> BinaryIO:
+def open_shard(
+    url: str, cache: ShardOpener | None, storage_options: Mapping[str, Any]
+) -> BinaryIO:
     """Open a shard as a local file: in place, through the cache, or as an unlinked copy.
 
     Raises:
@@ -47,7 +47,7 @@ def open_shard(url: str, cache: ShardOpener | None, storage_options: Mapping[str
                 return path.open("rb")
             if cache is not None:
                 return cache.open(url)
-            return _download(url, storage_options)
+            return open_url(url, storage_options=storage_options)
     except TrainpathError:
         raise
     except FileNotFoundError as error:
@@ -56,34 +56,3 @@ def open_shard(url: str, cache: ShardOpener | None, storage_options: Mapping[str
         ) from error
     except OSError as error:
         raise FetchError(f"shard {url} cannot be read: {type(error).__name__}: {error}") from error
-    except Exception as error:  # fsspec back-ends raise their client's own types
-        raise FetchError(f"shard {url} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _download(url: str, storage_options: Mapping[str, Any]) -> BinaryIO:
-    import fsspec  # noqa: PLC0415  (not needed for local shards)
-
-    system, path = fsspec.core.url_to_fs(url, **storage_options)
-    source = system.open(path, "rb")
-    if _is_real_file(source):
-        return cast("BinaryIO", source)
-    with source:
-        copy = tempfile.TemporaryFile(prefix="trainpath-shard-")  # noqa: SIM115  (returned)
-        try:
-            copy.write(source.read(1))  # data.storage: the origin's answer
-            with stage(S.DATA_NETWORK):
-                while chunk := source.read(_CHUNK_BYTES):
-                    copy.write(chunk)
-            copy.flush()
-        except BaseException:
-            copy.close()
-            raise
-        return cast("BinaryIO", copy)
-
-
-def _is_real_file(source: Any) -> bool:
-    """Whether a file object stands for a file of this host (our cache's file system)."""
-    try:
-        return bool(source.fileno() >= 0 and source.seekable())
-    except Exception:
-        return False
