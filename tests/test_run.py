@@ -233,6 +233,14 @@ def start_script(tmp_path, how):
     return process
 
 
+def finish(process):
+    """Wait for the end of the process, at most 30 s."""
+    try:
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+
+
 def footer(tmp_path):
     """Return the last line of rank 0's metrics."""
     return json.loads((tmp_path / "rank-00000.jsonl").read_text().splitlines()[-1])
@@ -242,7 +250,7 @@ def test_sigterm_saves_once_and_ends_the_process(tmp_path):
     """SIGTERM makes one checkpoint at a step boundary; the exit code is 143."""
     process = start_script(tmp_path, "run")
     process.send_signal(signal.SIGTERM)
-    process.wait(30)
+    finish(process)
 
     assert process.returncode == 143
     steps = sorted(path.name for path in (tmp_path / "ckpt").glob("step-*"))
@@ -259,7 +267,7 @@ def test_metrics_are_written_when_the_job_ends_badly(tmp_path, how, code, reason
     process = start_script(tmp_path, how)
     if how == "interrupt":
         process.send_signal(signal.SIGINT)
-    process.wait(30)
+    finish(process)
 
     assert process.returncode == code or (code is None and process.returncode != 0)
     lines = (tmp_path / "rank-00000.jsonl").read_text().splitlines()
@@ -282,7 +290,7 @@ def test_sigterm_while_stuck_ends_by_the_deadline(tmp_path):
     )
     assert process.stdout.readline() == "twenty\n"
     process.send_signal(signal.SIGTERM)
-    process.wait(20)
+    finish(process)
 
     assert process.returncode == -signal.SIGTERM
     assert "deadline" in json.dumps(footer(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import data
 
 from trainpath import _job
-from trainpath.cache import ShardCache
+from trainpath.cache import ShardCache, register_webdataset
 from trainpath.comm import GradientReducer, comm_hook, watch_backward
 from trainpath.comm.stock import StockReducer
 from trainpath.config import CACHE_VARIABLE
@@ -31,12 +32,16 @@ if TYPE_CHECKING:
 __all__ = ["device_of", "host_loader", "install_cache", "install_comm", "watch_optimizers"]
 
 
-def install_cache(loader: Any, directory: Path) -> None:
-    """Let remote shards go through the cache in `directory`.
+def install_cache(loader: Any, directory: Path | None) -> None:
+    """Let remote shards go through the cache in `directory`, if there is one.
 
     A `TarDataset` without a cache gets one; `trainpath::` URLs read the variable, in this
-    process and in those it starts.
+    process and in those it starts. webdataset, where a script uses it, learns such URLs.
     """
+    if "webdataset" in sys.modules:
+        register_webdataset()
+    if directory is None:
+        return
     os.environ[CACHE_VARIABLE] = str(directory)
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, TarDataset) and dataset.cache is None:

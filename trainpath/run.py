@@ -198,8 +198,7 @@ class Run:
         device: torch.device | str | None,
     ) -> None:
         mode = self.settings.mode
-        if mode == "on" and self.settings.cache_dir is not None:
-            _parts.install_cache(loader, self.settings.cache_dir)
+        _parts.install_cache(loader, self.settings.cache_dir if mode == "on" else None)
         self._reducer, closables = _parts.install_comm(
             model, optimizers, mode=mode, clock=self.clock, process_group=process_group
         )

@@ -102,7 +102,8 @@ class Job:
 
     def _tail(self) -> str:
         self._output.seek(0)
-        return "\n".join(self._output.read().splitlines()[-40:])
+        lines = self._output.read().splitlines()
+        return "\n".join([line for line in lines if line.startswith("[rank0]")] or lines[-40:])
 
 
 def _children(pid: int) -> list[int]:

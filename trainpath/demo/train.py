@@ -22,6 +22,7 @@ import webdataset as wds
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+from webdataset.gopen import gopen_schemes
 
 import trainpath
 from trainpath.demo.model import ByteLM
@@ -91,7 +92,7 @@ def train(
 
 def stock_arm(options: argparse.Namespace, work: Path) -> Run:
     """Train the stock way, measured by `observe`."""
-    wds.gopen.gopen_schemes["http"] = open_http
+    gopen_schemes["http"] = open_http
     model, optimizer = build_model()
     replica = DistributedDataParallel(model)
     run = trainpath.observe(
