@@ -11,10 +11,10 @@ import gc
 import threading
 import time
 from array import array
+from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass
-from operator import sub
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter, sub
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainpath.metrics.lineage import cut_wait
 from trainpath.metrics.segments import (
@@ -37,19 +37,19 @@ __all__ = ["NULL_CLOCK", "NullClock", "Span", "StepClock", "StepRecord"]
 # than it tells. It is still charged, to data.transport.
 _SHORT_WAIT_NS = 20_000
 
-_NUM_HEAD = 5  # step, start, wall, arrive, depart
-# A row: the head, the segments, and the segments as they were at the departure.
-_BEFORE = _NUM_HEAD + NUM_SEGMENTS
-_WIDTH = _BEFORE + NUM_SEGMENTS
-_QUEUE = _NUM_HEAD + DATA_QUEUE
-_TRANSPORT = _NUM_HEAD + DATA_TRANSPORT
-_GC = _NUM_HEAD + PYTHON_GC
+_SEGMENT_BITS = 5  # a stamp is the time shifted by this, and the segment entered
 _NO_SEGMENTS = (0,) * NUM_SEGMENTS
 _MAX_LANES = 4096
+_RECENT_BATCHES = 4096
+
+# index, step, start, wall, arrive, depart, parts, parts at the departure
+_Row = tuple[int, int, int, int, int, int, list[int], "list[int] | None"]
+_Wait = tuple[int, int, int, int, "Sequence[Stage]"]  # index, asked, got, waited, stages
+_Batch = tuple[str, "Sequence[Stage]", str]  # lane, stages, name
+_start = attrgetter("start_ns")
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One finished step of one rank; all times are CLOCK_MONOTONIC nanoseconds.
 
     Attributes:
@@ -74,8 +74,7 @@ class StepRecord:
     after_ns: tuple[int, ...] = _NO_SEGMENTS
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A piece of background work, for timelines and busy time.
 
     Attributes:
@@ -99,7 +98,8 @@ class StepClock:
 
     Args:
         capacity: How many finished steps and switches are kept until drained; older ones
-            are dropped and counted in `num_dropped` (spans: `num_spans_dropped`).
+            are dropped and counted in `num_dropped` (spans: `num_spans_dropped`; of waits
+            too many to keep the lineage is lost, and they stay `data.queue`).
         now_ns: The nanosecond clock; CLOCK_MONOTONIC so that workers share it.
 
     Attributes:
@@ -110,25 +110,65 @@ class StepClock:
         num_spans_dropped: Spans lost in the same way.
 
     Cost:
-        About 0.5 us a switch, no allocation that outlives it, no lock, no thread. See
-        `bench/clock_cost.py`.
+        About 0.3 us a switch in a warm loop, 2 us between cold ones; no lock, no thread, and
+        of allocations one list a step: whatever can wait (cutting waits by lineage, adding
+        up background work) is done by the thread that drains. See `bench/clock_cost.py`.
 
     Guarantee:
         For every step, `sum(segments_ns) == wall_ns`, and the walls of successive steps
         leave no gap.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_arrived",
+        "_asked",
+        "_batches",
+        "_before",
+        "_began",
+        "_busy",
+        "_capacity",
+        "_covered",
+        "_departed",
+        "_drained_rows",
+        "_gc_began",
+        "_gc_ended",
+        "_gc_pending",
+        "_last",
+        "_now",
+        "_parallelism",
+        "_parts",
+        "_queue_before",
+        "_recent_batches",
+        "_rows",
+        "_segment",
+        "_stamps",
+        "_thread",
+        "_waiting",
+        "_waits",
+        "_watching_gc",
+        "num_dropped",
+        "num_spans_dropped",
+        "num_switches",
+        "step",
+        "step_count",
+    )
+
     def __init__(
         self, *, capacity: int = 8192, now_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self._now = now_ns
         self._capacity = capacity
-        # One more than is kept: the row that the step thread may be writing is never read.
-        self._ring = capacity + 1
-        self._rows = array("q", bytes(8 * _WIDTH * self._ring))
-        self._stamps = array("q", bytes(16 * capacity))
-        self._head = array("q", bytes(8 * _WIDTH))
-        self._zeros = array("q", bytes(8 * _WIDTH))
+        # Handing a list over costs a third of copying it into a preallocated table.
+        self._rows: deque[_Row] = deque(maxlen=capacity)
+        self._waits: deque[_Wait] = deque(maxlen=4 * capacity)
+        self._batches: deque[_Batch] = deque(maxlen=4 * capacity)
+        self._recent_batches: deque[_Batch] = deque(maxlen=_RECENT_BATCHES)
+        self._stamps = array("q", bytes(8 * capacity))
+        self._parts = [0] * NUM_SEGMENTS
+        self._before: list[int] | None = None  # the parts at the departure
+        self._arrived = 0
+        self._departed = 0
         self._busy: deque[Span] = deque(maxlen=16 * capacity)
         self._waiting: list[Span] = []
         self._covered: dict[tuple[str, int], int] = {}
@@ -139,7 +179,6 @@ class StepClock:
         self._gc_ended = 0
         self._gc_pending = 0
         self._drained_rows = 0
-        self._drained_stamps = 0
         self.num_switches = 0
         self.num_dropped = 0
         self.num_spans_dropped = 0
@@ -149,19 +188,18 @@ class StepClock:
         self._queue_before = 0
         self._segment = PYTHON
         self._last = self._now()
-        self._head[1] = self._last
+        self._began = self._last
 
     def start(self, step: int = 0) -> None:
         """Begin step `step` now, on the calling thread; what was charged since is dropped."""
         self._thread = threading.get_ident()
-        self._head[:] = self._zeros
         self.step = step
         self._segment = PYTHON
         self._gc_pending = 0
         self._last = self._now()
-        self._head[1] = self._last
-        self._asked = self._last
-        self._queue_before = 0
+        while self._waits and self._waits[-1][0] == self.step_count:
+            self._waits.pop()
+        self._begin()
 
     def switch(self, segment: int) -> int:
         """Charge the time since the last switch and enter `segment`.
@@ -174,20 +212,19 @@ class StepClock:
         elapsed = now - self._last
         if self._gc_pending:
             elapsed -= self._charge_gc(now, elapsed)
-        self._head[_NUM_HEAD + previous] += elapsed
+        self._parts[previous] += elapsed
         self._segment = segment
         self._last = now
-        slot = 2 * (self.num_switches % self._capacity)
-        self._stamps[slot] = now
-        self._stamps[slot + 1] = segment
-        self.num_switches += 1
+        count = self.num_switches
+        self._stamps[count % self._capacity] = now << _SEGMENT_BITS | segment
+        self.num_switches = count + 1
         return previous
 
     def ask(self) -> None:
         """The step thread asks for a batch and waits: enter `data.queue`."""
         self.switch(DATA_QUEUE)
         self._asked = self._last
-        self._queue_before = self._head[_QUEUE]
+        self._queue_before = self._parts[DATA_QUEUE]
 
     def got(self, stages: Sequence[Stage], then: int = PYTHON) -> None:
         """The batch is here: cut the wait by its lineage and enter `then`.
@@ -198,26 +235,15 @@ class StepClock:
             then: The segment to enter.
         """
         self.switch(then)
-        head = self._head
-        asked, got = self._asked, self._last
-        waited = head[_QUEUE] - self._queue_before
-        self._asked = got
+        parts = self._parts
+        waited = parts[DATA_QUEUE] - self._queue_before
         if waited < _SHORT_WAIT_NS:
-            head[_QUEUE] -= waited
-            head[_TRANSPORT] += waited
-            self._queue_before = head[_QUEUE]
-            return
-        parts = cut_wait(asked, got, stages)
-        head[_QUEUE] -= waited
-        # What was charged elsewhere inside the wait (a collection, stages marked on this
-        # thread) is charged already: take it out of the parts, oldest segment first.
-        elsewhere = got - asked - waited
-        for segment, part in enumerate(parts):
-            if part:
-                taken = min(elsewhere, part)
-                elsewhere -= taken
-                head[_NUM_HEAD + segment] += part - taken
-        self._queue_before = head[_QUEUE]
+            parts[DATA_QUEUE] -= waited
+            parts[DATA_TRANSPORT] += waited
+        else:
+            self._waits.append((self.step_count, self._asked, self._last, waited, stages))
+        self._asked = self._last
+        self._queue_before = parts[DATA_QUEUE]
 
     def now_ns(self) -> int:
         """Return the clock's current time in nanoseconds."""
@@ -230,31 +256,41 @@ class StepClock:
             The segment that was left.
         """
         previous = self.switch(COMM_TRANSFER)
-        self._head[3] = self._last
+        self._arrived = self._last
         return previous
 
     def depart(self, segment: int = PYTHON) -> None:
         """The gradients of all ranks are here: stamp it and enter `segment`."""
         self.switch(segment)
-        head = self._head
-        head[4] = self._last
-        head[_BEFORE:] = head[_NUM_HEAD:_BEFORE]
+        self._departed = self._last
+        self._before = self._parts[:]
 
     def end_step(self) -> None:
         """Close the current step; the next one begins at the same instant."""
         self.switch(PYTHON)
-        head = self._head
-        now = self._last
-        head[0] = self.step
-        head[2] = now - head[1]
-        base = _WIDTH * (self.step_count % self._ring)
-        self._rows[base : base + _WIDTH] = head
+        self._rows.append(
+            (
+                self.step_count,
+                self.step,
+                self._began,
+                self._last - self._began,
+                self._arrived,
+                self._departed,
+                self._parts,
+                self._before,
+            )
+        )
         self.step_count += 1
         self.step += 1
-        head[:] = self._zeros
-        head[1] = now
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began = self._last
+        self._parts = [0] * NUM_SEGMENTS
+        self._before = None
+        self._arrived = self._departed = 0
         # A wait that spans the boundary is cut in the step it ends in, from here on.
-        self._asked = now
+        self._asked = self._last
         self._queue_before = 0
 
     def add_span(self, span: Span) -> None:
@@ -262,6 +298,14 @@ class StepClock:
         if len(self._busy) == self._busy.maxlen:
             self.num_spans_dropped += 1
         self._busy.append(span)
+
+    def add_stages(self, lane: str, stages: Sequence[Stage], name: str = "") -> None:
+        """Record the stages of one batch, all done by `lane`; callable from any thread.
+
+        The same as a span each, but one call; the list is kept, not copied.
+        """
+        if stages:
+            self._batches.append((lane, stages, name))
 
     def set_parallelism(self, segment: int, parallelism: int) -> None:
         """Say how many units work on `segment` at once (its service period is busy / this)."""
@@ -294,9 +338,7 @@ class StepClock:
             self._gc_began = 0
 
     def _stamp(self, time_ns: int, segment: int) -> None:
-        slot = 2 * (self.num_switches % self._capacity)
-        self._stamps[slot] = time_ns
-        self._stamps[slot + 1] = segment
+        self._stamps[self.num_switches % self._capacity] = time_ns << _SEGMENT_BITS | segment
         self.num_switches += 1
 
     def _charge_gc(self, now: int, elapsed: int) -> int:
@@ -304,7 +346,7 @@ class StepClock:
             return 0  # it ran after this switch had read the time: the next one charges it
         taken = min(self._gc_pending, elapsed)
         self._gc_pending -= taken
-        self._head[_GC] += taken
+        self._parts[PYTHON_GC] += taken
         return taken
 
     def drain(self, *, final: bool = False) -> tuple[list[StepRecord], list[Span]]:
@@ -314,39 +356,71 @@ class StepClock:
         step drained after it was added. Spans wait for such a step, unless `final`.
         """
         rows = self._take_rows()
+        self._cut_waits(rows)
         spans, self._waiting = self._waiting, []
         while self._busy:
             spans.append(self._busy.popleft())
         if not final:
-            last_end = rows[-1][1] + rows[-1][2] if rows else 0
+            last_end = rows[-1][2] + rows[-1][3] if rows else 0
             self._waiting = [span for span in spans if span.end_ns > last_end]
+            surplus = max(0, len(self._waiting) - 16 * self._capacity)
+            self.num_spans_dropped += surplus
+            del self._waiting[:surplus]
             spans = [span for span in spans if span.end_ns <= last_end]
-        spans.sort(key=lambda span: span.start_ns)
-        pieces = sorted((span.end_ns, span.segment, self._uncovered(span)) for span in spans)
-        records = []
-        position = 0
-        for row in rows:
-            busy = [0] * NUM_SEGMENTS
-            step_end = row[1] + row[2]
-            while position < len(pieces) and pieces[position][0] <= step_end:
-                busy[pieces[position][1]] += pieces[position][2]
-                position += 1
-            records.append(_record(row, tuple(busy)))
-        return records, spans
+        ends = [row[2] + row[3] for row in rows]
+        busy = [[0] * NUM_SEGMENTS for _ in rows]
+        spans.sort(key=_start)
+        for span in spans:
+            length = self._uncovered(span)
+            index = bisect_left(ends, span.end_ns)
+            if index < len(busy):
+                busy[index][span.segment] += length
+        if rows:
+            self._count_batches(ends, busy)
+        return list(map(_record, rows, busy)), spans
 
-    def _take_rows(self) -> list[array[int]]:
-        ring = self._ring
-        end = self.step_count
+    def _take_rows(self) -> list[_Row]:
         rows = []
-        for index in range(max(self._drained_rows, end - self._capacity), end):
-            base = _WIDTH * (index % ring)
-            row = self._rows[base : base + _WIDTH]
-            # If the step thread came round meanwhile, this may be a newer row: drop it.
-            if index > self.step_count - ring:
-                rows.append(row)
-        self.num_dropped += end - self._drained_rows - len(rows)
-        self._drained_rows = end
+        while self._rows:
+            rows.append(self._rows.popleft())
+        if rows:
+            end = rows[-1][0] + 1
+            self.num_dropped += end - self._drained_rows - len(rows)
+            self._drained_rows = end
         return rows
+
+    def _cut_waits(self, rows: list[_Row]) -> None:
+        """Move data waits from `data.queue` to what their batches were waiting for."""
+        if not rows:
+            return
+        by_index = {row[0]: row for row in rows}
+        waits = self._waits
+        while waits and waits[0][0] <= rows[-1][0]:
+            index, asked, got, waited, stages = waits.popleft()
+            row = by_index.get(index)
+            if row is not None:
+                _, _, _, _, _, departed, parts, before = row
+                moved = _cut(asked, got, waited, stages)
+                if before is not None and got <= departed:
+                    _move(before, waited, moved)
+                _move(parts, waited, moved)
+
+    def _count_batches(self, ends: list[int], busy: list[list[int]]) -> None:
+        """Count the stages of a batch as busy time of the step in which the batch was done."""
+        batches = self._batches
+        index = 0
+        while batches and (done := batches[0][1][-1][2]) <= ends[-1]:
+            batch = batches.popleft()
+            self._recent_batches.append(batch)
+            while ends[index] < done:
+                index += 1
+            counted = busy[index]
+            for segment, start, end in batch[1]:
+                counted[segment] += end - start
+
+    def batches(self) -> list[tuple[str, Sequence[Stage], str]]:
+        """Return (lane, stages, name) of the newest batches that `drain` has counted."""
+        return list(self._recent_batches)
 
     def _uncovered(self, span: Span) -> int:
         """Return the length of `span` that no earlier span of its lane has covered."""
@@ -362,10 +436,12 @@ class StepClock:
     def stamps(self) -> list[tuple[int, int]]:
         """Return (time_ns, segment entered) of the most recent switches, oldest first."""
         end = self.num_switches
-        first = max(0, end - self._capacity)
-        stamps = self._stamps
-        slots = (2 * (index % self._capacity) for index in range(first, end))
-        return [(stamps[slot], stamps[slot + 1]) for slot in slots]
+        stamps = (
+            self._stamps[index % self._capacity]
+            for index in range(max(0, end - self._capacity), end)
+        )
+        mask = (1 << _SEGMENT_BITS) - 1
+        return [(stamp >> _SEGMENT_BITS, stamp & mask) for stamp in stamps]
 
     def close(self) -> None:
         """Stop watching the garbage collector; safe to call twice."""
@@ -374,27 +450,42 @@ class StepClock:
             gc.callbacks.remove(self._on_gc)
 
 
-def _record(row: array[int], busy_ns: tuple[int, ...]) -> StepRecord:
-    segments = tuple(row[_NUM_HEAD:_BEFORE])
+def _cut(asked_ns: int, got_ns: int, waited: int, stages: Sequence[Stage]) -> list[tuple[int, int]]:
+    """Return (segment, nanoseconds) of the `waited` ones inside a wait."""
+    parts = [item for item in enumerate(cut_wait(asked_ns, got_ns, stages)) if item[1]]
+    # What was charged elsewhere inside the wait (a collection, stages marked on the step
+    # thread itself) is charged already: take it out of the cut, oldest segment first.
+    elsewhere = got_ns - asked_ns - waited
+    if elsewhere == 0:
+        return parts
+    moved = []
+    for segment, part in parts:
+        taken = min(elsewhere, part)
+        elsewhere -= taken
+        moved.append((segment, part - taken))
+    return moved
+
+
+def _move(parts: list[int], waited: int, moved: list[tuple[int, int]]) -> None:
+    parts[DATA_QUEUE] -= waited
+    for segment, part in moved:
+        parts[segment] += part
+
+
+def _record(row: _Row, busy: list[int]) -> StepRecord:
+    _, step, began, wall, arrived, departed, parts, before = row
     after = _NO_SEGMENTS
-    if row[4] > 0:
-        after = tuple(map(sub, segments, row[_BEFORE:]))
+    if before is not None:
+        after = tuple(map(sub, parts, before))
         if min(after) < 0:  # a data wait that was cut after the departure in its middle
             after = tuple(max(0, part) for part in after)
-    return StepRecord(
-        step=row[0],
-        start_ns=row[1],
-        wall_ns=row[2],
-        segments_ns=segments,
-        arrive_ns=row[3],
-        depart_ns=row[4],
-        busy_ns=busy_ns,
-        after_ns=after,
-    )
+    return StepRecord(step, began, wall, tuple(parts), arrived, departed, tuple(busy), after)
 
 
 class NullClock(StepClock):
     """A clock that charges nothing: what components use when nobody measures."""
+
+    __slots__ = ()
 
     def __init__(self) -> None:
         super().__init__(capacity=1)

@@ -118,15 +118,17 @@ def cut_wait(asked_ns: int, got_ns: int, stages: Sequence[Stage]) -> list[int]:
     after = got_ns - max(asked_ns, min(got_ns, stages[-1][2]))
     parts[DATA_TRANSPORT] += after
     cursor = got_ns - after
+    queue = 0
     # Backwards: a wait overlaps only the newest stages, and there may be many old ones.
-    for segment, start, end in reversed(stages):
+    for segment, begin, end in reversed(stages):
         if end <= asked_ns:
             break
-        until = min(end, cursor)
-        since = max(start, asked_ns)
+        # Calling min and max would be half the work of this loop.
+        until = end if end < cursor else cursor  # noqa: FURB136
+        since = begin if begin > asked_ns else asked_ns  # noqa: FURB136
         if until > since:
             parts[segment] += until - since
-            parts[DATA_QUEUE] += cursor - until
+            queue += cursor - until
             cursor = since
-    parts[DATA_QUEUE] += cursor - asked_ns
+    parts[DATA_QUEUE] += queue + cursor - asked_ns
     return parts

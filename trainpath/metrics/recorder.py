@@ -187,13 +187,12 @@ class Recorder:
         self._send_to_sinks(steps)
         changed = self._clock.parallelism != self._parallelism
         self._parallelism = self._clock.parallelism
-        status = self._status()
-        if changed and not final:
-            lines.append(encode_status(status))
         with self._lock:
             own = self._logs[self._rank]
             own.add(steps, spans)
-            own.status = self._status()
+            own.status = status = self._status()
+        if changed and not final:
+            lines.append(encode_status(status))
         self._write(lines)
         if final:
             self._write([encode_status(self._status(), kind="footer")])
@@ -361,6 +360,9 @@ class Recorder:
             trace.add_steps(steps)
             trace.add_stamps(self._clock.stamps(), since, self._clock.now_ns())
             trace.add_spans(span for span in list(self._spans) if span.end_ns >= since)
+            for lane, stages, name in self._clock.batches():
+                if stages[-1][2] >= since:
+                    trace.add_batch(lane, stages, name)
         if self._rank == 0:
             boot = self._info.boot_id
             for rank, log in self._logs.items():

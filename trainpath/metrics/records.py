@@ -191,7 +191,7 @@ def encode_step(record: StepRecord) -> str:
 
 def encode_span(span: Span) -> str:
     """Return the line of one background span."""
-    row = {"kind": "span", **asdict(span), "segment": SEGMENTS[span.segment]}
+    row = {"kind": "span", **span._asdict(), "segment": SEGMENTS[span.segment]}
     return json.dumps(row, separators=(",", ":")) + "\n"
 
 

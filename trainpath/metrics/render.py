@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import RenderableType
+    from rich.console import JustifyMethod, RenderableType
 
     from trainpath.metrics.figures import SegmentFigures
     from trainpath.metrics.report import Report
@@ -58,7 +59,8 @@ def rich_report(report: Report) -> RenderableType:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in _HEADER:
-        table.add_column(name, justify="left" if name in ("segment", "", "then") else "right")
+        justify: JustifyMethod = "left" if name in ("segment", "", "then") else "right"
+        table.add_column(name, justify=justify, min_width=14 if name == "segment" else None)
     worst = report.verdict.bottleneck
     for row in _rows(report):
         style = "bold red" if row[0] == worst else "bold" if row[0] == "sum" else ""
@@ -137,7 +139,7 @@ def _rows(report: Report) -> list[tuple[str, ...]]:
 def _row(report: Report, figures: SegmentFigures, *, ms: float, share: float) -> tuple[str, ...]:
     digits = _decimals(report)
     gone = then = ""
-    if figures.gone is not None and figures.exposed_s + figures.caused_s > 0:
+    if figures.gone is not None and figures.gone.gain >= 0.005:
         gone = f"-{figures.gone.gain:.0%}"
         then = figures.gone.next
     return (
@@ -160,7 +162,8 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _findings(report: Report) -> list[str]:
-    lines = [f"verdict     {report.verdict}"]
+    lines = textwrap.wrap(str(report.verdict), 84)
+    lines = [f"{'' if index else 'verdict':<12}{line}" for index, line in enumerate(lines)]
     lines += [
         f"straggler   rank {row.rank} late in {row.num_late} of {report.num_steps} steps, "
         f"+{1e3 * row.lateness_s:.1f} ms, {row.cause_share:.0%} by {row.cause}; "

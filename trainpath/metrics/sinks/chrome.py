@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainpath.metrics.clock import Span, StepRecord
+    from trainpath.metrics.lineage import Stage
 
 __all__ = ["ChromeTrace"]
 
@@ -61,7 +62,7 @@ class ChromeTrace:
         event = {
             "ph": "X",
             "name": name,
-            "cat": name.partition(".")[0],
+            "cat": "step" if tid == _STEPS else name.partition(".")[0],
             "pid": self.rank,
             "tid": tid,
             "ts": start_ns / 1000,
@@ -93,11 +94,21 @@ class ChromeTrace:
     def add_spans(self, spans: Iterable[Span]) -> None:
         """Add background work, each lane on a thread of its own."""
         for span in spans:
-            tid = self._lanes.get(span.lane)
-            if tid is None:
-                tid = self._lanes[span.lane] = _STEP_THREAD + 1 + len(self._lanes)
-                self._name("thread_name", tid, span.lane)
+            tid = self._lane(span.lane)
             self._complete(SEGMENTS[span.segment], tid, span.start_ns, span.end_ns, what=span.name)
+
+    def add_batch(self, lane: str, stages: Sequence[Stage], name: str) -> None:
+        """Add the stages of one batch on its worker's thread."""
+        tid = self._lane(lane)
+        for segment, start_ns, end_ns in stages:
+            self._complete(SEGMENTS[segment], tid, start_ns, end_ns, what=name)
+
+    def _lane(self, lane: str) -> int:
+        tid = self._lanes.get(lane)
+        if tid is None:
+            tid = self._lanes[lane] = _STEP_THREAD + 1 + len(self._lanes)
+            self._name("thread_name", tid, lane)
+        return tid
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of one step as counters."""
