@@ -28,8 +28,27 @@ __all__ = ["Connection"]
 
 _CONTROL: Final = "-/"
 _RANGE: Final = re.compile(r"bytes=(\d*)-(\d*)")
+_MAX_NAME: Final = 255
 _PIECE: Final = 256 << 10
 _IN_MEMORY: Final = 64 << 20  # a larger upload goes through a temporary file
+
+
+class _RefusedError(Exception):
+    """The request makes no sense or cannot be met; the server itself is fine."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _check_name(name: str, method: str) -> None:
+    """Refuse names that no file below a directory can have."""
+    parts = name.split("/")
+    if parts[-1] == "" and method in {"GET", "HEAD"}:
+        parts.pop()  # a directory, to list
+    bad = any(part in {"", ".", ".."} or len(part.encode()) > _MAX_NAME for part in parts)
+    if bad or "\0" in name:
+        raise _RefusedError(400, "object names have no empty, '.', '..' or overlong parts")
 
 
 class Connection(BaseHTTPRequestHandler):
@@ -48,7 +67,7 @@ class Connection(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Write nothing: requests are counted, not logged."""
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         """Serve an object, a range of it, or a listing."""
         self._answer()
 
@@ -56,19 +75,21 @@ class Connection(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         """Answer one request; a client that goes away is no error."""
-        self._body_left = "Transfer-Encoding" in self.headers or self._content_length() != 0
+        self._body_left = "Transfer-Encoding" in self.headers
+        self._body_left |= self.headers.get("Content-Length", "0") != "0"
         url = urlsplit(self.path)
         self._name = unquote(url.path).lstrip("/")
         query = dict(parse_qsl(url.query, keep_blank_values=True))
         try:
             if self._name.startswith(_CONTROL):
                 self._control()
-            elif {"", ".", ".."}.intersection(self._name.rstrip("/").split("/")) and self._name:
-                self._text(400, "object names have no empty, '.' or '..' parts\n")
             else:
+                _check_name(self._name, self.command)
                 self._object(query)
         except ConnectionError:
             self.close_connection = True
+        except _RefusedError as refused:
+            self._text(refused.status, f"{refused}\n")
         except Exception as error:  # surfaces when the server is closed
             self._core.errors.append(error)
             self.close_connection = True
@@ -104,6 +125,8 @@ class Connection(BaseHTTPRequestHandler):
 
     def _get(self, query: dict[str, str], fault: Fault | None) -> None:
         if query.get("list-type") == "2":
+            if not query.get("max-keys", "0").isdecimal():
+                raise _RefusedError(400, "max-keys must be a number")
             page = s3_listing(self._core.names(), self._name.strip("/"), query)
             self._text(200, page, {"Content-Type": "application/xml"})
             return
@@ -185,8 +208,7 @@ class Connection(BaseHTTPRequestHandler):
 
     def _put(self) -> None:
         if not self._body_left and "Content-Length" not in self.headers:
-            self._text(411, "PUT needs a Content-Length or chunks\n")
-            return
+            raise _RefusedError(411, "PUT needs a Content-Length or chunks")
 
         def check(old: Object | None) -> None:
             if self.headers.get("If-None-Match") == "*" and old is not None:
@@ -201,8 +223,11 @@ class Connection(BaseHTTPRequestHandler):
             try:
                 etag = self._core.put(self._name, data, check=check)  # type: ignore[arg-type]
             except PreconditionError as error:
-                self._text(412, f"{error}\n")
-                return
+                raise _RefusedError(412, str(error)) from error
+            except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+                raise _RefusedError(409, f"a file or directory is in the way: {error}") from error
+            except OSError as error:
+                raise _RefusedError(507, f"{self._name} was not stored: {error}") from error
         self._text(200, "", {"ETag": etag})
 
     def _receive_body(self, destination: BinaryIO) -> None:
@@ -211,12 +236,21 @@ class Connection(BaseHTTPRequestHandler):
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
             self._receive(self._content_length(), destination, since)
         else:
-            while size := int(self.rfile.readline(100).partition(b";")[0], 16):
+            while size := self._chunk_size():
                 self._receive(size, destination, since)
                 self.rfile.readline(100)
             while self.rfile.readline(1 << 16).strip():  # trailers
                 continue
         self._body_left = False
+
+    def _chunk_size(self) -> int:
+        line = self.rfile.readline(100)
+        if not line:
+            raise ConnectionAbortedError
+        try:
+            return int(line.partition(b";")[0], 16)
+        except ValueError:
+            raise _RefusedError(400, f"{line!r} is not the size of a chunk") from None
 
     def _receive(self, count: int, destination: BinaryIO, since: float) -> None:
         while count:
@@ -245,8 +279,7 @@ class Connection(BaseHTTPRequestHandler):
                 try:
                     self._core.configure(json.loads(body.read()))
                 except (ConfigError, ValueError, TypeError) as error:
-                    self._text(400, f"{error}\n")
-                    return
+                    raise _RefusedError(400, str(error)) from error
             self._json(self._core.settings())
         else:
             self._text(404, "GET /-/stats, POST /-/reset, GET or POST /-/settings\n")
@@ -280,7 +313,9 @@ class Connection(BaseHTTPRequestHandler):
 
     def _content_length(self) -> int:
         length = self.headers.get("Content-Length", "0")
-        return int(length) if length.isdecimal() else -1
+        if not length.isdecimal():
+            raise _RefusedError(400, f"{length!r} is not a Content-Length")
+        return int(length)
 
     def _head(self, status: int, headers: dict[str, str]) -> None:
         self._core.counters.answer(self._name, self.command, status)

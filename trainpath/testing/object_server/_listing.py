@@ -31,7 +31,8 @@ def html_index(names: Names, directory: str) -> str | None:
     )
     title = html.escape(f"Index of /{directory}")
     body = "\n".join(["<ul>", *links, "</ul>"])
-    return f"<!DOCTYPE html>\n<html><head><title>{title}</title></head><body>\n{body}\n</body></html>\n"
+    head = f"<!DOCTYPE html>\n<html><head><title>{title}</title></head>"
+    return f"{head}<body>\n{body}\n</body></html>\n"
 
 
 def s3_listing(names: Names, bucket: str, query: Mapping[str, str]) -> str:

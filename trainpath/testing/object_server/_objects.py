@@ -138,11 +138,11 @@ class DirectoryObjects:
     def get(self, name: str) -> Object | None:
         """Open the current version of an object."""
         path = self._path(name)
-        if path is None:
+        if path is None or not path.is_file():  # opening a pipe would wait for a writer
             return None
         try:
             body = path.open("rb")
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+        except (FileNotFoundError, PermissionError):
             return None
         status = os.fstat(body.fileno())
         version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -194,10 +194,10 @@ class DirectoryObjects:
         for directory, _, files in os.walk(self._root):
             for file in files:
                 path = Path(directory, file)
-                with suppress(FileNotFoundError):
-                    status = path.stat()
-                    if path.is_file() and not file.startswith(_TEMPORARY):
-                        name = path.relative_to(self._root).as_posix()
+                name = path.relative_to(self._root).as_posix()
+                if path.is_file() and self._path(name) is not None:
+                    with suppress(FileNotFoundError):
+                        status = path.stat()
                         found[name] = (status.st_size, status.st_mtime)
         return dict(sorted(found.items()))
 

@@ -13,11 +13,14 @@ import time
 import types
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 from trainpath.errors import ConfigError, TrainpathError
-from trainpath.testing._rank import Job, LogFile, Outcome, run_rank
+from trainpath.testing._rank import Job, LogFile, Outcome, SharedFile, run_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,7 +127,8 @@ def spawn(
         sessions are gone, and no file was ever created. If this process is killed, the
         ranks die with it.
     """
-    call, modules = _pickle_call(fn, args, world_size, timeout_s)
+    _check(world_size, timeout_s, env or {})
+    call, modules = _pickle_call(fn, args)
     deadline = time.monotonic() + timeout_s
     with _agent_store() as port:
         ranks: list[_Rank] = []
@@ -137,7 +141,6 @@ def spawn(
                     call=call,
                     backend=backend,
                     collective_timeout_s=max(1.0, 0.75 * timeout_s),
-                    log=LogFile(),
                 )
                 ranks.append(_Rank(rank, job))
             _collect(ranks, deadline, timeout_s=timeout_s, grace_s=grace_s)
@@ -147,14 +150,20 @@ def spawn(
                 each.close()
 
 
-def _pickle_call(
-    fn: Callable[..., Any], args: Sequence[Any], world_size: int, timeout_s: float
-) -> tuple[bytes, tuple[tuple[str, str], ...]]:
-    """Check the arguments of `spawn`; return the pickled call and the modules it needs."""
+def _check(world_size: int, timeout_s: float, env: Mapping[str, str]) -> None:
+    """Refuse arguments of `spawn` that cannot work."""
     if not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(f"world_size must be a positive int, not {world_size!r}")
     if not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
+    if not all(isinstance(text, str) for pair in env.items() for text in pair):
+        raise ConfigError(f"env must map strings to strings, not {dict(env)!r}")
+
+
+def _pickle_call(
+    fn: Callable[..., Any], args: Sequence[Any]
+) -> tuple[bytes, tuple[tuple[str, str], ...]]:
+    """Return the pickled call and the names and files of the modules it needs."""
     pickled = io.BytesIO()
     pickler = _ModulePickler(pickled)
     try:
@@ -190,10 +199,6 @@ def _agent_store() -> Iterator[int]:
 
     Here it outlives every rank, and the port is known and taken before a rank starts.
     """
-    from datetime import timedelta
-
-    from torch.distributed import TCPStore
-
     store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
@@ -230,19 +235,22 @@ class _Rank:
         self.rank = rank
         self.outcome: Outcome | None = None
         self._why_ended: str | None = None
-        self._log = job.log
+        self._log = LogFile.create()
         self._pipe, child = context.Pipe()
+        life, self._life = (SharedFile(fd) for fd in os.pipe())  # closes when we die
         self._process: ForkServerProcess = context.Process(
-            target=run_rank, args=(job, child), name=f"trainpath-rank-{rank}"
+            target=run_rank,
+            args=(job, child, self._log, life),
+            name=f"trainpath-rank-{rank}",
         )
         try:
             self._process.start()
         except BaseException:
-            self._pipe.close()
-            self._log.close()
+            self._release()
             raise
         finally:
             child.close()
+            life.close()
 
     @property
     def sources(self) -> list[Connection | int]:
@@ -333,8 +341,11 @@ class _Rank:
                 os.kill(self._pid, signal.SIGKILL)  # it had no session of its own yet
         self._process.join()
         self._process.close()
-        self._pipe.close()
-        self._log.close()
+        self._release()
+
+    def _release(self) -> None:
+        for end in (self._pipe, self._log, self._life):
+            end.close()
 
     @property
     def _pid(self) -> int:
