@@ -90,10 +90,10 @@ class BackwardWatch:
         self._learning = False
         order = list(dict.fromkeys(self._order))
         self._firsts.add(order[0])
-        every = max(1, len(order) // _NUM_SENTINELS)
-        self._sentinels.update(order[every - 1 :: every])
-        if len(self._sentinels) > 4 * _NUM_SENTINELS:
-            self._sentinels = set(order[every - 1 :: every])
+        spread = {order[n * len(order) // _NUM_SENTINELS - 1] for n in range(1, _NUM_SENTINELS + 1)}
+        if len(self._sentinels | spread) > 4 * _NUM_SENTINELS:
+            self._sentinels.clear()
+        self._sentinels |= spread
         for index in self._hooks.indices() - self._firsts - self._sentinels:
             self._hooks.remove(index)
 
