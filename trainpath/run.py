@@ -339,6 +339,7 @@ class Run:
                 raise
             return 0
         self._saved_step = self.step
+        self.loader.resume()
         self.clock.start(self.step)
         return self.step
 
@@ -463,17 +464,32 @@ class RunLoader:
     def __init__(self, run: Run, source: Iterable[Any]) -> None:
         self._run = weakref.proxy(run)
         self.source = source
+        self._in_pass = False
 
     def __iter__(self) -> Iterator[Any]:
+        if self._in_pass:  # the last pass was given up: as in torch, this is a new epoch
+            self._run.epoch += 1
+            self._in_pass = False
         iterator = iter(self.source)
-        while not self._run.should_stop:
+        while True:
             self._run.at_save_point()
+            if self._run.should_stop:
+                return
             try:
                 batch = next(iterator)
             except StopIteration:
                 break
+            self._in_pass = True
             yield batch
+        self._in_pass = False
         self._run.epoch += 1
+
+    def resume(self) -> None:
+        """After a restore: the next pass is what is left of the epoch, be it nothing."""
+        self._in_pass = False
+        set_epoch = getattr(self.source, "set_epoch", None)
+        if set_epoch is not None and hasattr(self.source, "state_dict"):
+            set_epoch(self.source.state_dict().get("epoch", 0))
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
