@@ -17,7 +17,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from trainpath.checkpoint.retention import MANIFEST, discard, prune, step_name, temporary_name
+from trainpath.checkpoint.retention import MANIFEST, discard, prune, step_name
 from trainpath.checkpoint.template import END, PREFIX, fill, mapping, piece
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def commit(
         "token": job["token"],
         "world_size": job["world_size"],
         "rank_local": qualified,
-        "versions": job["versions"],
+        "torch": job["torch"],
         "files": {
             **files,
             METADATA: {"size": len(metadata), "pieces": [[0, len(metadata), zlib.crc32(metadata)]]},
@@ -243,9 +243,11 @@ def finish(job: dict[str, Any], step: Callable[[str], None]) -> None:
             path.unlink(missing_ok=True)
         step("prune")
         prune(directory, keep=job["keep"], committed=job["step"])
-        run = job["token"].rpartition("-")[0]
+        # Other ranks may be writing the next save by now; only older ones are leftovers.
+        run, _, attempt = job["token"].rpartition("-")
         for path in directory.glob(f".tmp-step-*-{run}-*"):
-            if path.name != temporary_name(job["step"], job["token"]):
+            parts = path.name.split("-")
+            if (int(parts[2]), int(parts[-1])) < (job["step"], int(attempt)):
                 discard(path)
         step("fsync pruned")
         sync_directory(directory)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 import torch.distributed as dist
 
-import trainpath
 from trainpath.checkpoint.capture import take_apart
 from trainpath.checkpoint.commit import mark_failed
 from trainpath.checkpoint.generation import Generation, Values, pack_values
@@ -370,7 +369,7 @@ class CheckpointManager:
             "orphan_s": self._orphan_s,
             "plan_digest": "" if self._plan is None else self._plan.digest,
             "metadata": self._description,
-            "versions": {"torch": str(torch.__version__), "trainpath": trainpath.__version__},
+            "torch": str(torch.__version__),
         }
 
     def _fail(self, generation: Generation, error: CheckpointWriteError) -> None:

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import trainpath
 from trainpath.checkpoint.wire import receive, send
 from trainpath.errors import CheckpointWriteError
 
@@ -58,7 +57,7 @@ class WriterProcess:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        root = str(Path(trainpath.__file__).parent.parent)
+        root = str(Path(__file__).parents[2])
         arguments = [root, str(theirs.fileno()), str(os.getpid())]
         try:
             self._process = subprocess.Popen(
