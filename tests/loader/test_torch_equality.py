@@ -25,7 +25,7 @@ class Drawing(torch_data.Dataset):
         return self.length
 
     def __getitem__(self, key):
-        return key, torch.rand(2), np.random.rand(), random.random()
+        return key, torch.rand(2), np.random.rand(), random.random()  # noqa: NPY002
 
 
 class Batched(Drawing):
@@ -97,7 +97,7 @@ def run(make, dataset, options):
     if "generator" in options:
         options["generator"] = torch.Generator().manual_seed(options["generator"])
     torch.manual_seed(3)
-    np.random.seed(3)
+    np.random.seed(3)  # noqa: NPY002
     random.seed(3)
     loader = make(dataset(), **options)
     batches = [flatten(batch) for _ in range(2) for batch in loader]

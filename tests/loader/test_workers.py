@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,13 +63,18 @@ class Stuck(torch_data.Dataset):
         return key
 
 
+def num_descriptors():
+    """Return how many file descriptors this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def is_alive(pid):
     """Say whether a process exists and is not a zombie."""
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
+        stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def wait_until(condition, seconds=10.0):
@@ -80,7 +86,7 @@ def wait_until(condition, seconds=10.0):
 
 
 def test_killed_worker_is_replaced_with_equal_bytes():
-    """kill -9 of a worker again and again changes no batch and loses none."""
+    """A kill -9 of a worker again and again changes no batch and loses none."""
     expected = [batch[1] for batch in torch_data.DataLoader(Slow(), batch_size=4)]
     with DataLoader(Slow(), batch_size=4, num_workers=2) as loader:
         batches = []
@@ -130,7 +136,7 @@ def test_timeout_is_honoured():
 def test_close_joins_the_workers_and_leaves_no_descriptor():
     """After close, also in the middle of an epoch, no process and no descriptor is left."""
     gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors()
     loader = DataLoader(Slow(), batch_size=4, num_workers=2, persistent_workers=True)
     batches = iter(loader)
     next(batches)
@@ -143,7 +149,7 @@ def test_close_joins_the_workers_and_leaves_no_descriptor():
         iter(loader)
     del batches, loader
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_descriptors() == before
 
 
 def test_dropped_loader_ends_its_workers():
@@ -199,7 +205,7 @@ for _ in batches:
 @pytest.mark.parametrize("hang", [False, True])
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_when_the_step_process_is_killed(sent, hang):
-    """kill -9 or Ctrl-C of the step process ends workers that idle, work or hang."""
+    """A kill -9 or Ctrl-C of the step process ends workers that idle, work or hang."""
     script = textwrap.dedent(SCRIPT).format(hang=hang, context="fork")
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -217,7 +217,8 @@ class _WorkerInit:
         if info is not None:
             set_worker_info(info.id, info.num_workers, info.seed, info.dataset.dataset)
         _lane.recorder = StageRecorder()
-        recording(_lane.recorder).__enter__()  # for the life of the worker
+        _lane.context = recording(_lane.recorder)  # kept: it ends with the worker
+        _lane.context.__enter__()
         if self._init_fn is not None:
             self._init_fn(worker)
 

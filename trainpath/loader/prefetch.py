@@ -97,14 +97,20 @@ class Prefetcher:
         if self._closed:
             raise ClosedError("this prefetcher was closed; make a new one")
         self._stop()
-        self._state = self._source_state()
+        self._state = _state_of(self.source)
         # The first item is made here: samplers draw from the global generator when they
         # begin, which a thread would do at a random moment of the step.
-        producer = _Producer(self, iter(self.source), self._depth)
+        producer = _Producer(self.source, self._depth)
         self._producer = producer
         return self._iterate(producer)
 
     def _iterate(self, producer: _Producer) -> Iterator[Any]:
+        try:
+            yield from self._items(producer)
+        finally:
+            producer.end()  # also when the consumer breaks off and drops this iterator
+
+    def _items(self, producer: _Producer) -> Iterator[Any]:
         kept: deque[list[Stage]] = deque(maxlen=_KEPT_ITEMS)
         number = 0
         while True:
@@ -128,17 +134,13 @@ class Prefetcher:
             number += 1
             yield item.value
 
-    def _source_state(self) -> dict[str, Any] | None:
-        take = getattr(self.source, "state_dict", None)
-        return None if take is None else take()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the source's state as of the last batch delivered.
 
         Raises:
             ConfigError: The source has no `state_dict`.
         """
-        state = self._state if self._state is not None else self._source_state()
+        state = self._state if self._state is not None else _state_of(self.source)
         if state is None:
             raise ConfigError(f"{type(self.source).__name__} has no state_dict(), so nor has this")
         return state
@@ -178,6 +180,11 @@ class Prefetcher:
         self.close()
 
 
+def _state_of(source: Any) -> dict[str, Any] | None:
+    take = getattr(source, "state_dict", None)
+    return None if take is None else take()
+
+
 class _Item:
     """What one `next` of the source gave: a value or an error, and how it was made."""
 
@@ -193,9 +200,9 @@ class _Item:
 class _Producer:
     """Calls `next` on one iterator ahead of its consumer."""
 
-    def __init__(self, owner: Prefetcher, iterator: Iterator[Any], depth: int) -> None:
-        self._owner = owner
-        self._iterator = iterator
+    def __init__(self, source: Iterable[Any], depth: int) -> None:
+        self._source = source
+        self._iterator = iter(source)
         self._depth = depth
         self._items: deque[_Item] = deque()
         self._changed = threading.Condition()
@@ -219,7 +226,7 @@ class _Producer:
                     raise ClosedError("the prefetcher was closed or iterated anew")
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise DeadlineError(
-                        f"{type(self._owner.source).__name__} gave no batch within "
+                        f"{type(self._source).__name__} gave no batch within "
                         f"{_LONGEST_WAIT_S:.0f} s; look at what it waits for"
                     )
             item = self._items.popleft()
@@ -235,7 +242,7 @@ class _Producer:
             recorder.switch(S.DATA_DECODE)
             try:
                 item.value = next(self._iterator)
-                item.state = self._owner._source_state()  # noqa: SLF001  (one component)
+                item.state = _state_of(self._source)
             except BaseException as error:  # it surfaces at this position
                 item.error = error
             recorder.switch(-1)
@@ -255,11 +262,15 @@ class _Producer:
             if item.error is not None:
                 return
 
-    def stop(self) -> None:
-        """End the thread; what it made ahead is dropped."""
+    def end(self) -> None:
+        """Tell the thread to end; what it made ahead is dropped."""
         with self._changed:
             self._stopped = True
             self._items.clear()
             self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self.end()
         if self._thread is not None:
             self._thread.join(_JOIN_S)

@@ -47,12 +47,10 @@ def start_context(spec: WorkerSpec, wanted: Any) -> Any:
     if wanted is not None:
         return wanted
     method = multiprocessing.get_start_method(allow_none=True)
-    if method is not None and method != "fork":
-        return multiprocessing.get_context(method)
     has_context = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if has_context and _is_portable(spec):
+    if (method == "forkserver" or (has_context and method != "spawn")) and _is_portable(spec):
         return ForkserverContext()
-    return multiprocessing.get_context("fork")
+    return multiprocessing.get_context(method or "fork")
 
 
 def _is_portable(spec: WorkerSpec) -> bool:

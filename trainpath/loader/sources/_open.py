@@ -31,9 +31,7 @@ def local_path(url: str) -> Path | None:
     return None if "://" in url or "::" in url else Path(url)
 
 
-def open_shard(
-    url: str, cache: ShardOpener | None, storage_options: Mapping[str, Any]
-) -> BinaryIO:
+def open_shard(url: str, cache: ShardOpener | None, storage_options: Mapping[str, Any]) -> BinaryIO:
     """Open a shard as a local file: in place, through the cache, or as an unlinked copy.
 
     Raises:
