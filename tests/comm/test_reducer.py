@@ -240,6 +240,18 @@ def three_ranks():
     model = make(Branches)
     reducer = GradientReducer(model, bucket_cap_mb=SMALL, first_bucket_mb=SMALL)
     seen = train(model, model, reducer.no_sync, accumulate=2)
+    reducer.close()
+    pair = dist.new_group([1, 2])
+    if dist.get_rank():
+        model = make(Mlp)
+        with GradientReducer(model, process_group=pair) as reducer:
+            train(model, model, reducer.no_sync)
+            failing["pair"] = reducer.stats()["num_steps"]
+        parameter = next(model.parameters()).detach()
+        other = parameter.clone()
+        dist.broadcast(other, 2, group=pair)
+        if torch.equal(parameter, other) and failing.pop("pair") != 6:
+            failing["pair"] = "steps"
     return failing, [[t.tolist() for t in parameters] for _, parameters in seen]
 
 
@@ -362,6 +374,31 @@ def triple(parameter):
     parameter.grad.mul_(3)
 
 
+def launched_during_backward():
+    """Return how many buckets were on their way when the last gradient came, per step."""
+    model = make(Mlp)
+    seen = []
+    with GradientReducer(model, bucket_cap_mb=SMALL, first_bucket_mb=SMALL) as reducer:
+        first = model.layers[0].weight
+        first.register_post_accumulate_grad_hook(
+            lambda _: seen.append(reducer._pipeline.num_launched)
+        )
+        train(model, model, reducer.no_sync, steps=4)
+    return seen
+
+
+def converted_later():
+    """Return the error of a model converted behind the reducer's back."""
+    model = make(Mlp)
+    with GradientReducer(model):
+        model.double()
+        try:
+            model(batches(1)[0][0].double())
+        except ConfigError as error:
+            return str(error)
+    return None
+
+
 def user_hooks_come_first():
     """A post-accumulate hook of the user changes what is averaged, as with DDP."""
     grads = []
@@ -477,6 +514,8 @@ def semantics():
         "no_sync": sync_at_either_place(),
         "several": several_backwards(),
         "grad": autograd_grad_is_local(),
+        "launched": launched_during_backward(),
+        "converted": converted_later(),
         "hooks": user_hooks_come_first(),
         "guard": guarded_step(),
         "traceless": traceless(),
@@ -511,6 +550,18 @@ def test_each_backward_of_one_forward_is_reduced(two_ranks):
 def test_passes_without_parameter_gradients_make_no_collective(two_ranks):
     """autograd.grad and evaluation on one rank alone neither wait nor count."""
     assert [result["grad"] for result in two_ranks] == [(0, 1, True)] * 2
+
+
+def test_buckets_leave_during_backward(two_ranks):
+    """All but the last are on their way before backward ends, once the order is learned."""
+    for result in two_ranks:
+        assert result["launched"][0] == 0
+        assert min(result["launched"][1:]) >= 2
+
+
+def test_a_model_converted_later_is_refused(two_ranks):
+    """Converting replaces what the hooks sit on: an error, not silent local gradients."""
+    assert all("before" in result["converted"] for result in two_ranks)
 
 
 def test_hooks_of_the_user_run_before_the_reduction(two_ranks):

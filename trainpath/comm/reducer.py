@@ -110,6 +110,7 @@ class GradientReducer:
         self._ignored = ignored
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
+        self._home = _home(self._parameters[0]) if named else None
         self._device = next((p.device for p in self._parameters), torch.device("cpu"))
         self._broadcasts_buffers = broadcast_buffers and any(
             buffer.is_floating_point() or buffer.is_complex() for buffer in self._buffers().values()
@@ -190,6 +191,11 @@ class GradientReducer:
         if inside_backward():  # recomputed by checkpointing
             return
         self._raise_if_stopped()
+        if self._parameters and _home(self._parameters[0]) != self._home:
+            raise ConfigError(
+                "the model was moved or converted after its GradientReducer was built; do it "
+                "before, because the hooks on its parameters are lost by it"
+            )
         self._settle()
         self._forward_sync = self._sync
         if self._trained != [p.requires_grad for p in self._parameters]:
@@ -395,12 +401,13 @@ class GradientReducer:
 
     def _before_step(self, *_args: Any) -> None:
         self._raise_verdict()
-        if not self._any_unreduced and len(self._hooks) == len(self._parameters):
-            return
         if self._alone:
             return
+        failed = self._open  # a backward began and did not come to its end
+        if not failed and not self._any_unreduced and len(self._hooks) == len(self._parameters):
+            return
         for index, parameter in enumerate(self._parameters):
-            unreduced = self._unreduced[index] or index not in self._hooks
+            unreduced = failed or self._unreduced[index] or index not in self._hooks
             if unreduced and parameter.requires_grad and parameter.grad is not None:
                 raise UnreducedGradientError(
                     f"rank {self._peers.rank}, step {self._step}: optimizer.step() on the gradient "
@@ -497,6 +504,10 @@ class _BackwardPass:
 
     def __call__(self) -> None:
         self._reducer.end_backward(self)
+
+
+def _home(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
 
 
 def _no_pass() -> None:

@@ -23,6 +23,9 @@ __all__ = ["BackwardWatch", "watch_backward"]
 # in which gradients come: they notice when a backward begins elsewhere.
 _NUM_SENTINELS = 8
 
+# More than one, because passes may alternate between graphs (a GAN's, say).
+_NUM_LEARNING = 3
+
 
 class BackwardWatch:
     """Marks each backward of a script on the clock; see `watch_backward`.
@@ -38,7 +41,7 @@ class BackwardWatch:
         self._hooks = GradientHooks(self)
         self._firsts: set[int] = set()
         self._sentinels: set[int] = set()
-        self._learning = False
+        self._learning = 0  # backward passes still to learn from
         self._order: list[int] = []
         self._pass: Callable[[], _WatchedBackward | None] = _no_pass
         self._learn()
@@ -49,8 +52,8 @@ class BackwardWatch:
         return len(self._hooks)
 
     def _learn(self) -> None:
-        """Hook every parameter until the next backward has shown the order."""
-        self._learning = True
+        """Hook every parameter until the next few passes have shown what comes first."""
+        self._learning = _NUM_LEARNING
         self._order = []
         for index, parameter in enumerate(self._parameters):
             self._hooks.add(index, parameter)
@@ -79,7 +82,10 @@ class BackwardWatch:
             self._clock.switch(S.PYTHON)
         self._pass = _no_pass
         if self._learning:
-            self._keep_few()
+            self._firsts.add(first)
+            self._learning -= 1
+            if not self._learning:
+                self._keep_few()
         elif first not in self._firsts:
             self._learn()
 
@@ -87,13 +93,9 @@ class BackwardWatch:
         self._clock.depart(S.PYTHON)
 
     def _keep_few(self) -> None:
-        self._learning = False
         order = list(dict.fromkeys(self._order))
-        self._firsts.add(order[0])
-        spread = {order[n * len(order) // _NUM_SENTINELS - 1] for n in range(1, _NUM_SENTINELS + 1)}
-        if len(self._sentinels | spread) > 4 * _NUM_SENTINELS:
-            self._sentinels.clear()
-        self._sentinels |= spread
+        idle = sorted(self._hooks.indices() - set(order))
+        self._sentinels = {*_spread(order), *_spread(idle)}
         for index in self._hooks.indices() - self._firsts - self._sentinels:
             self._hooks.remove(index)
 
@@ -130,10 +132,17 @@ def watch_backward(parameters: Iterable[Tensor], clock: StepClock) -> BackwardWa
     Returns:
         The watch; `close()` removes its hooks.
 
-    **Cost**: one Python call for each parameter in the first backward; afterwards about ten
-    for each backward, and all again for one backward after the graph begins elsewhere.
+    **Cost**: one Python call for each parameter in the first three backward passes; afterwards
+    about ten for each, and all again for three when the graph begins elsewhere.
     """
     return BackwardWatch(parameters, clock)
+
+
+def _spread(indices: list[int]) -> set[int]:
+    count = len(indices)
+    if not count:
+        return set()
+    return {indices[n * count // _NUM_SENTINELS - 1] for n in range(1, _NUM_SENTINELS + 1)}
 
 
 def _no_pass() -> None:
