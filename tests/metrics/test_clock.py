@@ -19,7 +19,7 @@ class Time:
     def __init__(self) -> None:
         self.ns = 1_000_000_000
 
-    def __call__(self) -> int:  # noqa: D102
+    def __call__(self) -> int:
         return self.ns
 
 

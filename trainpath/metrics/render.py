@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_up", "print_report", "report_text", "rich_report", "show"]
 
-_MAX_STRAGGLERS = 4
+_MAX_STRAGGLERS = 3
 _MAX_NOTES = 6
 _BAR = 16
 

@@ -11,7 +11,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainpath.metrics.segments import SEGMENTS
+from trainpath.metrics.segments import PYTHON, SEGMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -86,6 +86,9 @@ class ChromeTrace:
     def add_stamps(self, stamps: Sequence[tuple[int, int]], since_ns: int, end_ns: int) -> None:
         """Add the step thread's switches (time, segment entered) between two times."""
         ordered = sorted(stamps, key=lambda stamp: stamp[0])
+        before = [segment for time_ns, segment in ordered if time_ns <= since_ns]
+        # A clock begins in `python`, without a switch.
+        ordered = [(since_ns, before[-1] if before else PYTHON), *ordered[len(before) :]]
         ends = [time_ns for time_ns, _ in ordered[1:]] + [end_ns]
         for (start_ns, segment), until_ns in zip(ordered, ends, strict=True):
             if since_ns <= start_ns < end_ns and until_ns > start_ns:
