@@ -76,7 +76,7 @@ def test_locks_that_do_nothing_are_noticed(path, monkeypatch):
 
 def test_closing_twice_is_harmless(path):
     """Closing a lock again does not close another file that got its number."""
-    fd = open_locked(path, create=True)
+    fd = open_locked(path, os.O_CREAT)
     close_lock(fd)
     other = os.open(path, os.O_RDONLY)
     close_lock(fd)

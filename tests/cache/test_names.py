@@ -112,7 +112,7 @@ def test_tag_tells_no_version_from_an_empty_one():
     assert tag_of(None) != tag_of("")
 
 
-@pytest.mark.parametrize("prefix", ["trainpath::", "trainpath://", ""])
+@pytest.mark.parametrize("prefix", ["trainpath::", "trainpath://", "trainpath:", ""])
 def test_strip_protocol(prefix):
     """The prefix of our fsspec protocol is not part of the URL."""
     assert strip_protocol(f"{prefix}http://host/a.tar") == "http://host/a.tar"

@@ -62,8 +62,8 @@ def test_four_processes_fetch_each_shard_once(make, put, server, tmp_path, start
 
 @pytest.mark.parametrize("evict", [False, True])
 def test_never_over_budget(evict, put, tmp_path, start, result):
-    """Four processes over a cache with room for 2 of 8 shards never exceed its limit."""
-    shards = shards_on(put, 8, 100_000)
+    """Four processes over a cache with room for 2 of 6 shards never exceed its limit."""
+    shards = shards_on(put, 6, 100_000)
     root = tmp_path / "cache"
     limit = 250_000
     processes = [
@@ -79,10 +79,11 @@ def test_never_over_budget(evict, put, tmp_path, start, result):
             with file_lock(str(root / "v1" / "index"), timeout_s=30):
                 held = [entry for entry in (root / "v1").rglob("*") if entry.is_file()]
                 samples.append(sum(entry.stat().st_size for entry in held))
+            time.sleep(0.004)  # let the others have the lock, too
 
     sampler = threading.Thread(target=sample)
     sampler.start()
-    for epoch in range(3):
+    for epoch in range(2):
         for process in processes:
             say(process, f"epoch {epoch}")
     stats = [result(process) for process in processes]
@@ -95,7 +96,7 @@ def test_never_over_budget(evict, put, tmp_path, start, result):
     assert all(one["bytes_used"] <= limit for one in stats)
     assert not any(one["degraded"] for one in stats)
     opens = ("num_hits", "num_waits", "num_misses", "num_bypassed")
-    assert sum(one[name] for one in stats for name in opens) == 4 * 3 * 8
+    assert sum(one[name] for one in stats for name in opens) == 4 * 2 * 6
     assert sum(one["num_bypassed"] for one in stats) > 0
     assert (sum(one["num_evicted"] for one in stats) > 0) == evict
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from trainpath.cache.eviction import EvictionPolicy
 
-__all__ = ["CacheDirectory", "Evicted", "Reservation"]
+__all__ = ["CacheDirectory", "Evicted", "Reservation", "Session"]
 
 _BUCKETS: Final = "0123456789abcdef"
 _STRIPES: Final = 1024
@@ -46,6 +46,27 @@ class Reservation:
     path: str
     fd: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The registration of one process; dropped by the kernel if the process dies.
+
+    Attributes:
+        path: Its file.
+        fd: Holds the lock on it.
+        started_ns: When the job began to use the cache.
+    """
+
+    path: str
+    fd: int
+    started_ns: int
+
+    def close(self) -> None:
+        """Leave; safe to call twice."""
+        with suppress(OSError):
+            Path(self.path).unlink()
+        close_lock(self.fd)
 
 
 @dataclass(slots=True)
@@ -103,25 +124,22 @@ class CacheDirectory:
         """False on file systems where flock succeeds for everyone."""
         return self._locks_work
 
-    def open_session(self, started_ns: int | None) -> tuple[int, int]:
+    def open_session(self, started_ns: int | None) -> Session:
         """Register this process; also remove what dead ones left.
 
         Args:
             started_ns: When the job began to use the cache (None: now).
-
-        Returns:
-            The descriptor that keeps the registration alive, and when the job began.
         """
         path = f"{self._root}/sessions/{secrets.token_hex(8)}"
         with self._index():
             self._live_reservations()
             self._in_use_since_ns()
-            fd = open_locked(path, create=True)
+            fd = open_locked(path, os.O_CREAT)
             if fd is None:  # impossible under the index lock
                 raise OSError(f"{path} is locked")
             if started_ns is not None:
                 os.utime(fd, ns=(started_ns, started_ns))
-            return fd, os.fstat(fd).st_mtime_ns
+            return Session(path, fd, os.fstat(fd).st_mtime_ns)
 
     def lock_key(self, key: str) -> str:
         """Return the path of the lock file that makes downloads of `key` exclusive."""
@@ -169,7 +187,7 @@ class CacheDirectory:
             if missing > 0 and not self._make_room(key, missing, evicted):
                 return None
             path = f"{self._root}/downloads/{secrets.token_hex(8)}-{num_bytes}"
-            fd = open_locked(path, create=True)
+            fd = open_locked(path, os.O_CREAT | os.O_RDWR)
             if fd is None:  # impossible under the index lock
                 raise OSError(f"{path} is locked")
             reservation = Reservation(path, fd, num_bytes)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HttpStore"]
 
-_CHUNK: Final = 1 << 20
+_CHUNK: Final = 1 << 18  # small enough to see progress on a slow link
 _MAX_REDIRECTS: Final = 5
 _MAX_RETRY_AFTER_S: Final = 120.0
 _RETRIED: Final = {408, 425, 429}
@@ -88,7 +88,7 @@ class HttpStore:
         longest_pause_s: Upper end of the random pause before a retry.
 
     Cost:
-        One connection per thread and host, kept open; a 1 MiB buffer per running download.
+        One connection per thread and host, kept open; a 256 KiB buffer per running download.
 
     Guarantee:
         What was written is one version of the object, complete, or an error was raised.

@@ -41,9 +41,8 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
     return True
 
 
-def open_locked(path: str, *, create: bool = False) -> int | None:
+def open_locked(path: str, flags: int = os.O_RDONLY) -> int | None:
     """Open `path` and lock it at once; None if somebody else holds it."""
-    flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
     fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
     _held.add(fd)
     if try_lock(fd):
@@ -101,7 +100,7 @@ def _wait(fd: int, path: str, timeout_s: float) -> None:
 
 def locks_work(path: str) -> bool:
     """Say whether a second lock of `path` is refused, as it must be."""
-    first = open_locked(path, create=True)
+    first = open_locked(path, os.O_CREAT)
     if first is None:
         return True
     try:

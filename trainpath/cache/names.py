@@ -152,9 +152,9 @@ class ObjectName:
 
 
 def strip_protocol(url: str | os.PathLike[str]) -> str:
-    """Return `url` without a leading `trainpath::` or `trainpath://`."""
+    """Return `url` without a leading `trainpath::`, `trainpath://` or `trainpath:`."""
     text = os.fspath(url)
-    for prefix in ("trainpath::", "trainpath://"):
+    for prefix in ("trainpath::", "trainpath://", "trainpath:"):
         if text.startswith(prefix):
             return text[len(prefix) :]
     return text

@@ -23,7 +23,7 @@ from trainpath.cache.download import (
 )
 from trainpath.cache.eviction import KeepUntilFull
 from trainpath.cache.fetch import store_for
-from trainpath.cache.locks import close_lock, file_lock
+from trainpath.cache.locks import file_lock
 from trainpath.cache.names import (
     ObjectName,
     boot_tag,
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from trainpath.cache.directory import Session
     from trainpath.cache.eviction import EvictionPolicy
     from trainpath.types import Store
 
@@ -178,20 +179,26 @@ class ShardCache:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(_COUNTERS, 0)
-        self._session = -1
+        self._session: Session | None = None
         self._retry_at = 0.0
         self._prefetcher: Prefetcher | None = None
 
     def _register(self) -> None:
         with self._lock:
-            if self._session >= 0:
+            if self._session is not None:
                 return
             try:
-                opened = self._disk.open_session(self._started_ns)
+                self._session = self._disk.open_session(self._started_ns)
             except FileNotFoundError:  # unpickled on another node, or somebody removed it
                 self._disk.create()
-                opened = self._disk.open_session(self._started_ns)
-            self._session, self._started_ns = opened
+                self._session = self._disk.open_session(self._started_ns)
+            self._started_ns = self._session.started_ns
+
+    def _leave(self) -> None:
+        with self._lock:
+            session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, f"_{name}") for name in _PICKLED}
@@ -246,6 +253,10 @@ class ShardCache:
                 return file
             file, num_bytes = private_copy(self._store(text), text, version)
             self._count(num_bypassed=1, bytes_bypassed=num_bytes)
+            self._warn_once(
+                "no room in %s for %s (%d bytes): what does not fit passes through, at each open",
+                *(self._directory, redact(text), num_bytes),
+            )
             return file
 
     def contains(self, url: str | os.PathLike[str]) -> bool:
@@ -329,7 +340,7 @@ class ShardCache:
         if self._pid == os.getpid():
             if prefetcher is not None:
                 prefetcher.close(timeout_s=2 * self._timeout_s)
-            close_lock(self._session)
+            self._leave()
         for store in self._stores.values():
             close = getattr(store, "close", None)
             if close is not None and store is not self._given_store:
@@ -539,19 +550,18 @@ class ShardCache:
 
     def _degrade(self, error: Exception) -> None:
         if isinstance(error, FileNotFoundError):  # somebody removed the directory: make it again
-            with self._lock:
-                close_lock(self._session)
-                self._session = -1
+            self._leave()
             return
         self._retry_at = time.monotonic() + _PROBE_AGAIN_S
+        self._warn_once(
+            "the cache in %s cannot be written (%s): what is not in it passes through until it can",
+            *(self._directory, error),
+        )
+
+    def _warn_once(self, message: str, *arguments: object) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning(
-                "the cache in %s cannot be written (%s): shards that are not in it pass through "
-                "until it can",
-                self._directory,
-                error,
-            )
+            _log.warning(message, *arguments)
 
     def _count(self, **amounts: int) -> None:
         with self._lock:

@@ -15,11 +15,13 @@ __all__ = ["register_webdataset"]
 
 
 def register_webdataset() -> None:
-    """Let `wds.WebDataset("trainpath::http://host/{00..09}.tar")` read through the cache.
+    """Let `wds.WebDataset("trainpath:http://host/{00..09}.tar")` read through the cache.
 
-    The cache is the one of `TRAINPATH_CACHE_DIR`; without one, or with `TRAINPATH_MODE` set
-    to `off` or `observe`, webdataset's own opener gets the URL. Call it again in worker
-    processes that are not forked.
+    One colon in a string with braces, because webdataset takes two for the end of a URL; in
+    a list of URLs `trainpath::http://...` is right, too. The cache is the one of
+    `TRAINPATH_CACHE_DIR`; without one, or with `TRAINPATH_MODE` set to `off` or `observe`,
+    webdataset's own opener gets the URL. Call it again in worker processes that are not
+    forked.
     """
     from webdataset.gopen import gopen_schemes  # noqa: PLC0415 - imports torch
 
