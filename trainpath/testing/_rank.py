@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import fcntl
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import resource
@@ -151,10 +152,21 @@ def _call(job: Job) -> Outcome:
             _ensure_module(name, file)
         fn: Callable[..., object]
         fn, args = pickle.loads(job.call)
+        _behave_like_torchrun()
         _init_process_group(job)
         return Outcome(result=pickle.dumps(fn(*args)))
     except BaseException as error:  # SystemExit too: a rank that exits has not returned
         return Outcome(error="".join(traceback.format_exception(error)))
+
+
+def _behave_like_torchrun() -> None:
+    """Undo what the fork server changes: the default start method, and one OpenMP thread.
+
+    Without it a data loader's workers in a rank would start by the fork server too, and
+    import torch each time.
+    """
+    multiprocessing.set_start_method(None, force=True)
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
 def _ensure_module(name: str, file: str) -> None:

@@ -112,8 +112,9 @@ class Connection(BaseHTTPRequestHandler):
             return
         if fault is not None and fault.kind == "changed":
             core.change(self._name)
-        if fault is not None and fault.after_bytes == 0:
-            self._strike(fault)
+        if fault is not None and fault.kind in {"reset", "hang"} and fault.after_bytes == 0:
+            self._strike(fault)  # before a single byte of the answer
+            fault = None
         if self.command == "PUT":
             self._put()
         elif self.command == "DELETE":
@@ -254,7 +255,7 @@ class Connection(BaseHTTPRequestHandler):
 
     def _receive(self, count: int, destination: BinaryIO, since: float) -> None:
         while count:
-            piece = self.rfile.read(min(count, _PIECE))
+            piece = self.rfile.read1(min(count, _PIECE))
             if not piece:
                 raise ConnectionAbortedError
             self._core.counters.received(self._name, self.command, len(piece))
