@@ -247,7 +247,7 @@ class Run:
         self._state = {"model": model, "run": _Progress(self), "rng": RandomState()}
         for index, optimizer in enumerate(optimizers):
             self._state["optimizer" if index == 0 else f"optimizer_{index}"] = optimizer
-        if hasattr(self.loader.source, "state_dict"):
+        if self.loader.has_state:
             self._state["loader"] = self.loader.source
         taken = self._state.keys() & extra.keys()
         if taken:
@@ -487,9 +487,17 @@ class RunLoader:
     def resume(self) -> None:
         """After a restore: the next pass is what is left of the epoch, be it nothing."""
         self._in_pass = False
-        set_epoch = getattr(self.source, "set_epoch", None)
-        if set_epoch is not None and hasattr(self.source, "state_dict"):
-            set_epoch(self.source.state_dict().get("epoch", 0))
+        if self.has_state and hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(self.source.state_dict().get("epoch", 0))
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the position can be saved; a plain iterable starts over after a restore."""
+        try:
+            self.source.state_dict()  # type: ignore[attr-defined]
+        except (AttributeError, ConfigError):
+            return False
+        return True
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
