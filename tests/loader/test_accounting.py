@@ -139,14 +139,15 @@ def test_waiting_for_a_shard_is_charged_to_the_network(tmp_path, num_workers):
     assert charged_s(records, S.DATA_NETWORK) >= 0.7 * data_s(records)
 
 
-def test_prefetch_charges_the_source_as_decode():
+@pytest.mark.parametrize("depth", [0, 2])
+def test_prefetch_charges_the_source_as_decode(depth):
     """A wait for a prefetched iterable is charged to what the thread does."""
     clock = StepClock()
     source = torch_data.DataLoader(Delayed(S.DATA_DECODE), batch_size=2)
-    records, spans = drain(prefetch(source, clock=clock), clock)
+    records, spans = drain(prefetch(source, depth, clock=clock), clock)
     assert len(records) == 6
     assert charged_s(records, S.DATA_DECODE) >= 0.8 * data_s(records)
-    assert {span.lane for span in spans} == {"prefetch"}
+    assert {span.lane for span in spans} == ({"prefetch"} if depth else set())
 
 
 def test_prefetched_batches_cost_no_wait():

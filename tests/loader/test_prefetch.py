@@ -122,10 +122,23 @@ def test_shuffled_torch_loader_draws_as_without():
     assert results[0] == results[1]
 
 
-def test_depth_below_one_is_refused():
-    """A depth of zero is a ConfigError."""
+def test_negative_depth_is_refused():
+    """A negative depth is a ConfigError."""
     with pytest.raises(ConfigError, match="depth"):
-        prefetch([], 0)
+        prefetch([], -1)
+
+
+def test_depth_zero_needs_no_thread():
+    """With depth 0 items are made when asked for, in this thread, and the state is exact."""
+    source = Counted(5)
+    batches = iter(prefetch(source, 0))
+    assert next(batches) == 0
+    assert source.read == 1
+    assert not thread_names()
+    assert list(batches) == [1, 2, 3, 4]
+    loader = prefetch(DataLoader(range(6), 2), 0)
+    next(iter(loader))
+    assert loader.state_dict()["position"] == 2
 
 
 def test_set_epoch_is_passed_on():

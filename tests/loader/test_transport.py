@@ -112,3 +112,35 @@ def test_inline_messages_fit_the_socket():
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         limit = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     assert limit > 2 * transport.INLINE_BYTES
+
+
+def test_shared_buffers_are_passed_on_without_a_copy(channels):
+    """A tensor in a shared buffer arrives as the same memory; a part of one is copied."""
+    left, right = channels
+    memory = torch.frombuffer(left.shared.allocate(80_000), dtype=torch.float32)
+    memory.fill_(3)
+    left.send({"whole": memory, "part": memory[: memory.numel() - 1], "more": "text"})
+    received = right.recv()
+    assert received["whole"].sum() == 3 * 20_000
+    memory.fill_(4)
+    assert received["whole"].sum() == 4 * 20_000
+    assert received["part"].sum() == 3 * 19_999
+    before = num_descriptors()
+    left.shared.clear()
+    assert num_descriptors() == before - 1
+    left.send(memory)
+    again = right.recv()
+    memory.fill_(5)
+    assert again.sum() == 4 * 20_000
+
+
+def test_more_shared_buffers_than_fit_one_message(channels):
+    """Beyond the bound of descriptors per message the rest is copied."""
+    left, right = channels
+    tensors = []
+    for number in range(20):
+        memory = torch.frombuffer(left.shared.allocate(40_000), dtype=torch.int64)
+        tensors.append(memory.fill_(number))
+    left.send(tensors)
+    assert [tensor[-1].item() for tensor in right.recv()] == list(range(20))
+    left.shared.clear()

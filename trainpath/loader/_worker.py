@@ -8,14 +8,14 @@ import os
 import queue
 import signal
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from trainpath.loader._torch import ExceptionWrapper, caught, seed_worker, set_worker_info
-from trainpath.loader.collate import MapFetcher, StreamFetcher
+from trainpath.loader.collate import MapFetcher, StreamFetcher, collate_into
 from trainpath.metrics import segments as S
 from trainpath.metrics.lineage import Stage, StageRecorder, recording
 
@@ -116,6 +116,7 @@ def run_worker(worker: int, spec: WorkerSpec, channel: Channel, inherited: list[
     for other in inherited:
         other.close()
     _become_worker(spec)
+    spec = replace(spec, collate_fn=collate_into(spec.collate_fn, channel.shared))
     tasks: queue.SimpleQueue[StartEpoch | Task | None] = queue.SimpleQueue()
     intake = _Intake(channel, spec, tasks)
     threading.Thread(target=intake.run, name="trainpath-loader-intake", daemon=True).start()
@@ -129,6 +130,7 @@ def run_worker(worker: int, spec: WorkerSpec, channel: Channel, inherited: list[
                 fetcher = _start(worker, spec, task)
             elif fetcher is not None:
                 intake.reply(_make(worker, task, fetcher, recorder), recorder.switch)
+                channel.shared.clear()
                 recorder.switch(-1)
 
 

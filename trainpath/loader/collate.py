@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from trainpath.loader.transport import INLINE_BYTES
 from trainpath.metrics import segments as S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from trainpath.loader.order import StreamStart
+    from trainpath.loader.transport import SharedBuffers
 
-__all__ = ["END_OF_STREAM", "EndOfStream", "MapFetcher", "StreamFetcher"]
+__all__ = ["END_OF_STREAM", "EndOfStream", "MapFetcher", "StreamFetcher", "collate_into"]
+
+
+def collate_into(collate_fn: Callable[[Any], Any], shared: SharedBuffers) -> Callable[[Any], Any]:
+    """Return `collate_fn`, writing large batches where they can be sent from without a copy.
+
+    Only torch's `default_collate` is rewritten, and only where it puts its result: torch's
+    own makes a shared memory file for every tensor, however small.
+    """
+    if collate_fn is not torch_collate.default_collate:
+        return collate_fn
+
+    def stack(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        first = batch[0]
+        if (
+            type(first) is not torch.Tensor
+            or first.layout is not torch.strided
+            or first.device.type != "cpu"
+            or first.requires_grad
+            or first.is_nested
+        ):
+            return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        length = len(batch) * first.nbytes
+        if length <= INLINE_BYTES:
+            return torch.stack(batch, 0)
+        memory = torch.frombuffer(shared.allocate(length), dtype=first.dtype)
+        return torch.stack(batch, 0, out=memory.view(len(batch), *first.shape))
+
+    functions = {**torch_collate.default_collate_fn_map, torch.Tensor: stack}
+    return partial(torch_collate.collate, collate_fn_map=functions)
 
 
 class EndOfStream:

@@ -42,12 +42,12 @@ def prefetch(
     Args:
         iterable: Any iterable. If it has `state_dict`, so has the result: the state is
             that of the last batch delivered, not of the last one made.
-        depth: Batches that may wait for the consumer.
+        depth: Batches that may wait for the consumer; 0 only accounts, without a thread.
         device: Also copy them there ahead (`trainpath.overlap.DevicePrefetcher`).
         clock: Where waits are accounted.
 
     Raises:
-        ConfigError: `depth` is below 1.
+        ConfigError: `depth` is negative.
 
     Cost:
         One thread while iterating, `depth` batches of memory. The thread shares the
@@ -59,7 +59,7 @@ def prefetch(
     host = Prefetcher(iterable, depth, clock=clock)
     if device is None or torch.device(device).type == "cpu":
         return host
-    return _OnDevice(host, device, depth=depth, clock=clock)
+    return _OnDevice(host, device, depth=max(1, depth), clock=clock)
 
 
 class _OnDevice(DevicePrefetcher):
@@ -81,8 +81,8 @@ class Prefetcher:
     def __init__(
         self, source: Iterable[Any], depth: int = 2, *, clock: StepClock | None = None
     ) -> None:
-        if depth < 1:
-            raise ConfigError(f"depth must be at least 1, got {depth}")
+        if depth < 0:
+            raise ConfigError(f"depth must be at least 0, got {depth}")
         self.source = source
         self.clock = clock if clock is not None else NULL_CLOCK
         self._depth = depth
@@ -97,12 +97,27 @@ class Prefetcher:
         if self._closed:
             raise ClosedError("this prefetcher was closed; make a new one")
         self._stop()
+        if not self._depth:
+            return self._inline(iter(self.source))
         self._state = _state_of(self.source)
         # The first item is made here: samplers draw from the global generator when they
         # begin, which a thread would do at a random moment of the step.
         producer = _Producer(self.source, self._depth)
         self._producer = producer
         return self._iterate(producer)
+
+    def _inline(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            clock = self.clock
+            with recording(clock):
+                before = clock.switch(S.DATA_DECODE)
+                try:
+                    value = next(iterator)
+                except StopIteration:
+                    return
+                finally:
+                    clock.switch(before)
+            yield value
 
     def _iterate(self, producer: _Producer) -> Iterator[Any]:
         try:
