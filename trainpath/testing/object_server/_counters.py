@@ -42,7 +42,7 @@ class Counters:
             self._counts[name, method].statuses[status] += 1
 
     def sent(self, name: str, method: str, num_bytes: int) -> None:
-        """Count bytes of a body that were given to the network."""
+        """Count bytes of a body that go to the network; negative: that did not go after all."""
         with self._lock:
             self._counts[name, method].sent += num_bytes
 

@@ -189,12 +189,22 @@ class Connection(BaseHTTPRequestHandler):
             end = stop if done < stop else count
             piece = min(end - done, self._core.rate.chunk_bytes())
             self._core.pause(self._core.rate.reserve(piece, since=since))
-            sent = found.send(self.connection, first + done, piece)
-            self._core.counters.sent(self._name, self.command, sent)
+            sent = self._send_piece(found, first + done, piece)
             done += sent
             if sent < piece:  # the file has been cut behind our back: never pretend
                 self.close_connection = True
                 return
+
+    def _send_piece(self, found: Object, offset: int, piece: int) -> int:
+        """Send a piece and count it; a client that has received it finds it counted."""
+        count = self._core.counters.sent
+        count(self._name, self.command, piece)
+        sent = 0
+        try:
+            sent = found.send(self.connection, offset, piece)
+        finally:
+            count(self._name, self.command, sent - piece)
+        return sent
 
     def _strike(self, fault: Fault) -> None:
         """Let the fault happen that interrupts an answer."""
