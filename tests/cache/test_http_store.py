@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import shutil
+import ssl
+import subprocess
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -220,6 +223,41 @@ class Odd(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
+def https(tmp_path, monkeypatch):
+    """An `Odd` origin behind TLS, whose certificate `SSL_CERT_FILE` makes trusted."""
+    if shutil.which("openssl") is None:
+        pytest.skip("making a certificate needs openssl")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -keyout {key} -out {certificate}"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    handler = type("Seen", (Odd,), {"seen": []})
+    running = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    running.socket = context.wrap_socket(running.socket, server_side=True)
+    running.handle_error = lambda *_: None
+    thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+    thread.start()
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    yield f"https://localhost:{running.server_port}"
+    running.shutdown()
+    running.server_close()
+    thread.join()
+
+
+def test_https(store, https, monkeypatch):
+    """HTTPS is checked against the usual certificates; an unknown one is refused at once."""
+    assert get(store, f"{https}/signed") == b"hello"
+
+    monkeypatch.delenv("SSL_CERT_FILE")
+    stranger = HttpStore(timeout_s=5)
+    with pytest.raises(FetchError, match=r"localhost: .*self-signed certificate"):
+        stranger.size(f"{https}/signed")
+    stranger.close()
+
+
+@pytest.fixture
 def odd():
     """An `Odd` origin; yields its address and the requests that it has seen."""
     handler = type("Seen", (Odd,), {"seen": []})
@@ -284,6 +322,18 @@ def test_proxy(store, odd, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert store.size(f"{odd[0]}/direct")[0] == 5
     assert odd[1][1][1] == "/direct"
+
+
+def test_appends_to_what_is_there(store, put, server):
+    """A destination that is not empty is continued from where it stands, after cuts too."""
+    url, data = put(size=300_000)
+    server.inject("*", Fault(kind="cut", after_bytes=100_000))
+    destination = io.BytesIO()
+    destination.write(b"before")
+
+    assert store.fetch(url, destination, etag=None) == len(data)
+
+    assert destination.getvalue() == b"before" + data
 
 
 def test_names_are_quoted(store, put):

@@ -95,6 +95,15 @@ def test_file_is_real_and_read_only(make, put):
             os.write(file.fileno(), b"x")
 
 
+def test_private_and_immutable(make, put, tmp_path, files):
+    """A directory that the cache makes is its user's alone, and its objects are read-only."""
+    url, _ = put()
+    make().open(url).close()
+
+    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
+    assert files("objects")[0].stat().st_mode & 0o222 == 0
+
+
 def test_empty_object(make, put):
     """An object of no bytes is an object."""
     url, _ = put(size=0)
@@ -521,9 +530,11 @@ def test_prefetch(make, put, server):
     wait_until(lambda: cache.stats().num_misses == 3 and server.requests(method="HEAD") == 4)
 
     names = {thread.name for thread in threading.enumerate()}
-    for url in urls[:3]:
+    here = [url for url in urls if cache.contains(url)]
+    for url in here:
         read(cache, url)
 
+    assert len(here) == 3
     assert cache.stats().num_hits == 3
     assert server.gets() == 3
     assert sum(name.startswith("trainpath-cache-prefetch") for name in names) <= 2

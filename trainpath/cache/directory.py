@@ -13,6 +13,7 @@ made under the index lock before a download starts.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import secrets
@@ -192,8 +193,7 @@ class CacheDirectory:
                 raise OSError(f"{path} is locked")
             reservation = Reservation(path, fd, num_bytes)
             try:
-                if num_bytes:
-                    os.posix_fallocate(fd, 0, num_bytes)
+                _allocate(fd, num_bytes)
             except BaseException:
                 self.release(reservation)
                 raise
@@ -349,6 +349,16 @@ class CacheDirectory:
             if fd is not None:
                 Path(path).unlink()
                 close_lock(fd)
+
+
+def _allocate(fd: int, num_bytes: int) -> None:
+    """Take the room on the disk, so that it is full now or not at all."""
+    try:
+        if num_bytes:
+            os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}:
+            raise  # those three: this file system cannot allocate in advance
 
 
 def _list(folder: str) -> list[str]:

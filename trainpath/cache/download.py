@@ -91,6 +91,10 @@ class DownloadFile(io.RawIOBase):
             raise io.UnsupportedOperation("a download can only go on or begin again")
         return self.num_bytes
 
+    def truncate(self, size: int | None = None, /) -> int:
+        """Do nothing: what lies beyond is overwritten, or the download fails."""
+        return self.num_bytes if size is None else size
+
     def write(self, data: memoryview | bytes, /) -> int:  # type: ignore[override]
         """Append all of `data`."""
         view = memoryview(data).cast("B")

@@ -126,8 +126,9 @@ class HttpStore:
             ShardNotFoundError: 404 or 410.
             FetchError: The object is no longer version `etag`, or any other failure.
         """
-        self._retrying(url, lambda: self._fetch(url, destination, etag), destination.tell)
-        return destination.tell()
+        base = destination.tell()
+        self._retrying(url, lambda: self._fetch(url, destination, etag, base), destination.tell)
+        return destination.tell() - base
 
     def _retrying(self, url: str, call: Callable[[], T], progress: Callable[[], int]) -> T:
         import tenacity  # noqa: PLC0415 - costs more than this package to import
@@ -176,10 +177,11 @@ class HttpStore:
             raise FetchError(f"{redact(url)}: the origin does not say how long the object is")
         return int(total), _version(answer)
 
-    def _fetch(self, url: str, destination: BinaryIO, etag: str | None) -> None:
+    def _fetch(self, url: str, destination: BinaryIO, etag: str | None, base: int) -> None:
         # Without a version nothing proves that the rest belongs to what is here already.
-        start = destination.tell() if etag is not None else 0
-        destination.seek(start)
+        if etag is None:
+            _restart(destination, base)
+        start = destination.tell() - base
         headers = {"Range": f"bytes={start}-"} if start else {}
         if etag is not None and etag.startswith('"'):
             headers["If-Match"] = etag
@@ -192,15 +194,15 @@ class HttpStore:
             raise ObjectChangedError(f"{redact(url)} changed while it was being downloaded")
         if answer.status == 416:
             answer.finish()
-            destination.seek(0)
+            _restart(destination, base)
             raise _TransientError("the object is shorter than announced")
         if answer.status not in {200, 206}:
             _refuse(url, answer)
         if answer.status == 206 and not _starts_at(answer, start):
             answer.drop()
             raise _TransientError("the origin answered with another range")
-        if answer.status == 200:
-            destination.seek(0)
+        if answer.status == 200 and start:  # the origin does not do ranges
+            _restart(destination, base)
         self._copy(answer, destination)
 
     def _copy(self, answer: _Answer, destination: BinaryIO) -> None:
@@ -335,6 +337,11 @@ def _authorization(parts: SplitResult, header: str = "Authorization") -> dict[st
 
 def _version(answer: _Answer) -> str | None:
     return answer.header("ETag") or answer.header("Last-Modified")
+
+
+def _restart(destination: BinaryIO, base: int) -> None:
+    destination.seek(base)
+    destination.truncate()
 
 
 def _differs(answer: _Answer, etag: str | None) -> bool:

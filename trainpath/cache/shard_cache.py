@@ -6,36 +6,17 @@ import logging
 import os
 import threading
 import time
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, get_args
 
-from trainpath.cache.directory import CacheDirectory, Evicted
-from trainpath.cache.download import (
-    TRIES_IF_CHANGED,
-    DiskError,
-    DownloadFile,
-    ObjectChangedError,
-    crc_of,
-    fetch,
-    private_copy,
-    size_of,
-)
+from trainpath.cache.directory import CacheDirectory
+from trainpath.cache.download import DiskError, crc_of, private_copy
 from trainpath.cache.eviction import KeepUntilFull
 from trainpath.cache.fetch import store_for
-from trainpath.cache.locks import file_lock
-from trainpath.cache.names import (
-    ObjectName,
-    boot_tag,
-    canonical_url,
-    digest,
-    local_path,
-    redact,
-    strip_protocol,
-    tag_of,
-)
+from trainpath.cache.names import canonical_url, digest, local_path, redact, strip_protocol
+from trainpath.cache.opener import Opener, Revalidate
 from trainpath.cache.prefetch import Prefetcher
-from trainpath.cache.stats import CacheStats, VerifyReport
+from trainpath.cache.stats import Counters, VerifyReport
 from trainpath.errors import (
     CacheWriteError,
     ClosedError,
@@ -56,11 +37,10 @@ if TYPE_CHECKING:
 
     from trainpath.cache.directory import Session
     from trainpath.cache.eviction import EvictionPolicy
+    from trainpath.cache.stats import CacheStats
     from trainpath.types import Store
 
-__all__ = ["Revalidate", "ShardCache", "open_local"]
-
-Revalidate = Literal["start", "open", "never"]
+__all__ = ["ShardCache", "open_local"]
 
 _log = logging.getLogger("trainpath.cache")
 
@@ -69,7 +49,6 @@ _PICKLED: Final = (
     *("directory", "max_bytes", "min_free_bytes", "timeout_s", "revalidate"),
     *("storage_options", "given_store", "policy", "started_ns"),
 )
-_COUNTERS: Final = tuple(f.name for f in fields(CacheStats) if f.name != "degraded")
 
 
 class ShardCache:
@@ -166,19 +145,24 @@ class ShardCache:
             timeout_s=max(self._timeout_s, 10.0),
             policy=self._policy,
         )
-        self._boot = boot_tag()
         self._stores: dict[str, Store] = {}
         self._closed = False
         self._keys: dict[str, str] = {}
-        self._pinned: dict[str, ObjectName] = {}
-        self._warned = False
+        self._warned: set[str] = set()
+        self._opener = Opener(
+            self._disk,
+            self._store,
+            revalidate=self._revalidate,
+            timeout_s=self._timeout_s,
+            started_ns=self._started_ns,
+        )
         self._reset()
 
     def _reset(self) -> None:
         """Forget what a fork does not carry over: threads, locks held, counters."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._opener.counters = Counters()
         self._session: Session | None = None
         self._retry_at = 0.0
         self._prefetcher: Prefetcher | None = None
@@ -192,7 +176,7 @@ class ShardCache:
             except FileNotFoundError:  # unpickled on another node, or somebody removed it
                 self._disk.create()
                 self._session = self._disk.open_session(self._started_ns)
-            self._started_ns = self._session.started_ns
+            self._started_ns = self._opener.started_ns = self._session.started_ns
 
     def _leave(self) -> None:
         with self._lock:
@@ -245,18 +229,19 @@ class ShardCache:
             return open_local(path)
         with stage(S.DATA_CACHE):
             key = self._key(text)
-            file = self._hit(key)
+            file = self._opener.hit(key)
             if file is not None:
                 return file
             file, version = self._fill(key, text)
             if file is not None:
                 return file
             file, num_bytes = private_copy(self._store(text), text, version)
-            self._count(num_bypassed=1, bytes_bypassed=num_bytes)
-            self._warn_once(
-                "no room in %s for %s (%d bytes): what does not fit passes through, at each open",
-                *(self._directory, redact(text), num_bytes),
-            )
+            self._opener.counters.add(num_bypassed=1, bytes_bypassed=num_bytes)
+            if version is not None:
+                self._warn_once(
+                    "no room in %s for %s (%d bytes): what does not fit passes through each time",
+                    *(self._directory, redact(text), num_bytes),
+                )
             return file
 
     def contains(self, url: str | os.PathLike[str]) -> bool:
@@ -290,10 +275,8 @@ class ShardCache:
             reserved = self._disk.reserved_bytes()
         except OSError:
             reserved = 0
-        with self._lock:
-            counts = CacheStats(**self._counts)  # type: ignore[arg-type]
-        return replace(
-            counts, bytes_used=used, bytes_reserved=reserved, degraded=self._is_degraded()
+        return self._opener.counters.stats(
+            bytes_used=used, bytes_reserved=reserved, degraded=self._is_degraded()
         )
 
     def verify(self) -> VerifyReport:
@@ -318,7 +301,7 @@ class ShardCache:
             num_bytes += name.num_bytes
             if not good:
                 try:
-                    self._discard(name)
+                    self._opener.discard(name)
                 except OSError as error:
                     raise CacheWriteError(
                         f"{self._directory} holds a damaged object, {name}, that cannot be "
@@ -335,7 +318,7 @@ class ShardCache:
         """
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._opener.closed = True
         prefetcher, self._prefetcher = self._prefetcher, None
         if self._pid == os.getpid():
             if prefetcher is not None:
@@ -389,35 +372,6 @@ class ShardCache:
             )
         return self._stores[scheme]
 
-    def _hit(self, key: str, *, waited: bool = False) -> BinaryIO | None:
-        """Open what needs no question: here, proven under this boot, current for this job."""
-        if self._revalidate == "open":
-            return None
-        name = self._pinned.get(key)
-        file = None if name is None else self._disk.open(name)
-        if name is None or file is None:
-            found = self._disk.lookup(key)
-            if len(found) != 1 or found[0].boot != self._boot:
-                return None
-            name = found[0]
-            file = self._disk.open(name)
-            if file is None:
-                return None
-            if self._before_start(file):
-                if self._revalidate == "start":
-                    file.close()
-                    return None
-                self._disk.touch(file)
-            self._pinned[key] = name
-        if waited:
-            self._count(num_waits=1, bytes_hit=name.num_bytes)
-        else:
-            self._count(num_hits=1, bytes_hit=name.num_bytes)
-        return file
-
-    def _before_start(self, file: BinaryIO) -> bool:
-        return os.fstat(file.fileno()).st_mtime_ns < (self._started_ns or 0)
-
     def _fill(self, key: str, url: str) -> tuple[BinaryIO | None, tuple[int, str | None] | None]:
         """Get the object into the directory.
 
@@ -428,13 +382,7 @@ class ShardCache:
             return None, None
         try:
             self._register()
-            lock = file_lock(self._disk.lock_key(key), timeout_s=4 * self._timeout_s)
-            with lock as (fd, waited):
-                if waited:
-                    file = self._hit(key, waited=True)
-                    if file is not None:
-                        return file, None
-                return self._current_or_download(key, url, fd)
+            return self._opener.fill(key, url)
         except DeadlineError as error:
             _log.warning("%s; downloading %s past the cache", error, redact(url))
         except TrainpathError:
@@ -442,97 +390,6 @@ class ShardCache:
         except (OSError, DiskError) as error:
             self._degrade(error)
         return None, None
-
-    def _current_or_download(
-        self, key: str, url: str, lock_fd: int
-    ) -> tuple[BinaryIO | None, tuple[int, str | None]]:
-        left = TRIES_IF_CHANGED
-        while True:
-            version, file = self._current(key, url)
-            if file is not None:
-                return file, version
-            left -= 1
-            try:
-                return self._download(key, url, version, lock_fd), version
-            except ObjectChangedError:
-                if not left:
-                    raise
-
-    def _current(self, key: str, url: str) -> tuple[tuple[int, str | None], BinaryIO | None]:
-        """Ask the origin for the current version, and open it if it is here and sound."""
-        found = self._disk.lookup(key)
-        if self._revalidate == "never" and len(found) == 1:
-            file = self._checked(found[0])
-            if file is not None:
-                return (found[0].num_bytes, None), file
-            found = []
-        try:
-            version = size_of(self._store(url), url)
-        except ShardNotFoundError:
-            raise
-        except FetchError as error:
-            if len(found) == 1 and (file := self._checked(found[0])) is not None:
-                _log.warning("%s; using the copy in %s as it is", error, self._directory)
-                return (found[0].num_bytes, None), file
-            raise
-        if found:
-            self._count(num_revalidated=1)
-        for name in found:
-            if (name.num_bytes, name.tag) == (version[0], tag_of(version[1])):
-                return version, self._checked(name)
-        return version, None
-
-    def _checked(self, name: ObjectName) -> BinaryIO | None:
-        """Open an object, after reading it once if another boot published it."""
-        file = self._disk.open(name)
-        good = file is not None
-        if file is not None and name.boot != self._boot:
-            good = crc_of(file) == name.crc
-            if good:
-                name = self._disk.confirm(name, self._boot)
-            else:
-                file.close()
-        if not good or file is None:
-            if name in self._disk.lookup(name.key):
-                self._discard(name)
-            return None
-        self._disk.touch(file)
-        self._pinned[name.key] = name
-        self._count(num_hits=1, bytes_hit=name.num_bytes)
-        return file
-
-    def _discard(self, name: ObjectName) -> None:
-        self._disk.discard(name)
-        self._count(num_corrupt=1)
-        _log.warning("removed a damaged object from %s: %s", self._directory, name)
-
-    def _download(
-        self, key: str, url: str, version: tuple[int, str | None], lock_fd: int
-    ) -> BinaryIO | None:
-        evicted = Evicted()
-        num_bytes, etag = version
-        reservation = self._disk.reserve(key, num_bytes, evicted)
-        self._count(num_evicted=evicted.num_objects, bytes_evicted=evicted.num_bytes)
-        if reservation is None:
-            return None
-        try:
-            destination = DownloadFile(
-                reservation.fd, url, max_bytes=num_bytes, beat=lambda: self._beat(lock_fd)
-            )
-            fetch(self._store(url), url, destination, version)
-            name = ObjectName(key, tag_of(etag), num_bytes, destination.crc, self._boot)
-            file = self._disk.publish(reservation, name)
-        finally:
-            self._disk.release(reservation)
-        self._pinned[key] = name
-        self._count(num_misses=1, bytes_fetched=num_bytes)
-        return file
-
-    def _beat(self, lock_fd: int) -> None:
-        """Show those who wait for this download that it makes progress."""
-        if self._closed:
-            raise ClosedError(f"the cache in {self._directory} was closed during a download")
-        os.utime(lock_fd)
 
     def _prefetch_one(self, url: str) -> None:
         key = self._key(url)
@@ -559,14 +416,9 @@ class ShardCache:
         )
 
     def _warn_once(self, message: str, *arguments: object) -> None:
-        if not self._warned:
-            self._warned = True
+        if message not in self._warned:
+            self._warned.add(message)
             _log.warning(message, *arguments)
-
-    def _count(self, **amounts: int) -> None:
-        with self._lock:
-            for name, amount in amounts.items():
-                self._counts[name] += amount
 
 
 def open_local(path: str) -> BinaryIO:

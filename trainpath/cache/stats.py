@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["CacheStats", "VerifyReport"]
+__all__ = ["CacheStats", "Counters", "VerifyReport"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,29 @@ class CacheStats:
     bytes_used: int = 0
     bytes_reserved: int = 0
     degraded: bool = False
+
+
+class Counters:
+    """The counters of one process; safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, **amounts: int) -> None:
+        """Add to counters, by the names of `CacheStats`."""
+        with self._lock:
+            self._counts.update(amounts)
+
+    def stats(self, *, bytes_used: int, bytes_reserved: int, degraded: bool) -> CacheStats:
+        """Return all of them, with the state of the directory."""
+        with self._lock:
+            return CacheStats(
+                **self._counts,
+                bytes_used=bytes_used,
+                bytes_reserved=bytes_reserved,
+                degraded=degraded,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
