@@ -28,9 +28,13 @@ autodoc_typehints = "signature"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 # The two fixed paragraphs of every component's docstring.
 napoleon_custom_sections = [("Cost", "params_style"), ("Guarantee", "params_style")]
 
 # References to our own documented names must resolve. Those into torch, numpy and the standard
-# library, and the private names in annotations, have no inventory: the build uses no network.
-nitpick_ignore_regex = [(r"py:.*", r"(?!trainpath\.)[\w.\[\], |]*")]
+# library, and private names in annotations, have no inventory: the build uses no network.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!trainpath\.)[\w.\[\], |]*"),
+    (r"py:.*", r"trainpath\.(\w+\.)*_\w+(\.\w+)*"),
+]

@@ -69,7 +69,7 @@ def main() -> None:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    run = trainpath.observe(optimizer, loader)  # line one
+    run = trainpath.observe(optimizer, loader, model=model)  # line one
 
     # `range` first: zip then stops without asking the loader for one batch too many.
     for step, (context, following) in zip(range(steps), run.loader, strict=False):

@@ -110,7 +110,7 @@ def train(folder: Path, *, steps: int, save_every: int, resume: bool) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if rank() == 0 and run.step % 10 == 0:
+            if rank() == 0 and (run.step % 10 == 0 or run.step == steps):
                 print(f"step {run.step:4d}  loss {loss.item():.3f}")
             if run.step >= steps:
                 break

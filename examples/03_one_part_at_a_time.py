@@ -92,6 +92,7 @@ def checkpoint(steps: int, directory: Path) -> None:
 
 
 def small_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)  # every rank has the same weights and sees the same data
     model = nn.Linear(64, 1)
     return model, torch.optim.AdamW(model.parameters())
 

@@ -25,7 +25,7 @@ from torch import nn
 import trainpath
 from trainpath.loader import DataLoader, TarDataset
 
-SIZE = 96
+SIZE = 64
 SHAPES = ("circle", "square", "triangle")
 
 
@@ -33,7 +33,7 @@ def draw(shape: int, generator: np.random.Generator) -> bytes:
     """Return one JPEG of the given shape at a random place, in a random colour."""
     noise = generator.integers(0, 120, (SIZE, SIZE, 3), dtype=np.uint8)
     image = Image.fromarray(noise)
-    radius = int(generator.integers(12, 28))
+    radius = int(generator.integers(SIZE // 5, SIZE // 3))
     x, y = generator.integers(radius, SIZE - radius, 2).tolist()
     colour = tuple(generator.integers(120, 256, 3).tolist())
     pen = ImageDraw.Draw(image)
@@ -78,13 +78,13 @@ def train(folder: Path, steps: int) -> None:
     torch.manual_seed(0)
     shards = sorted(str(path) for path in folder.glob("shapes-*.tar"))
     loader = DataLoader(
-        TarDataset(shards, decode=decode), batch_size=16, shuffle=True, num_workers=2, seed=0
+        TarDataset(shards, decode=decode), batch_size=32, shuffle=True, num_workers=2, seed=0
     )
     model = nn.Sequential(
         block(3, 16), block(16, 32), block(32, 64),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, len(SHAPES)),
     )  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     with trainpath.accelerate(model, optimizer, loader) as run:
         while run.step < steps:
@@ -105,7 +105,7 @@ def train(folder: Path, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--images", type=int, default=1536)
     args = parser.parse_args()
 

@@ -16,9 +16,28 @@ from trainpath.errors import TrainpathError
 
 PUBLIC = {
     "trainpath": ["Report", "Run", "TrainpathError", "__version__", "accelerate", "observe"],
-    "trainpath.cache": ["ShardCache"],
-    "trainpath.checkpoint": ["CheckpointManager", "SaveHandle"],
-    "trainpath.comm": ["GradientReducer", "comm_hook"],
+    "trainpath.cache": [
+        "CacheStats",
+        "EvictionPolicy",
+        "FsspecStore",
+        "HttpStore",
+        "KeepUntilFull",
+        "Resident",
+        "ShardCache",
+        "TrainpathFileSystem",
+        "VerifyReport",
+        "open_url",
+        "register_webdataset",
+        "shared_cache",
+    ],
+    "trainpath.checkpoint": [
+        "CheckpointManager",
+        "Milestone",
+        "RandomState",
+        "SaveHandle",
+        "SaveStats",
+    ],
+    "trainpath.comm": ["GradientReducer", "comm_hook", "watch_backward"],
     "trainpath.loader": ["DataLoader", "TarDataset", "observed", "prefetch"],
     "trainpath.metrics": [
         "NULL_CLOCK",
@@ -33,7 +52,7 @@ PUBLIC = {
         "compare",
     ],
     "trainpath.overlap": ["Background", "DevicePrefetcher"],
-    "trainpath.testing": ["FaultyStore", "ObjectServer", "SpawnError", "spawn"],
+    "trainpath.testing": ["Fault", "FaultyStore", "ObjectServer", "SpawnError", "spawn"],
     "trainpath.types": ["Sink", "Stateful", "Store", "Tier"],
 }
 

@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # A few steps only, and what must stand in the output.
 CASES = {
-    "01_observe.py": (["--steps", "12"], ["step    0  loss", "data.", "backward", "verdict"]),
+    "01_observe.py": (["--steps", "12"], ["step    0  loss", "data.", "forward", "verdict"]),
     "02_accelerate.py": (
         ["--steps", "12", "--save-every", "5"],
         ["step   10  loss", "forward", "checkpoint"],
@@ -69,22 +69,22 @@ def test_example(name, launcher, tmp_path):
 
     assert [line for line in expected if line not in output] == [], output
     left = [path.name for path in tmp_path.iterdir()]
-    assert [name for name in left if not name.startswith("torchelastic_")] == []
+    # torch makes folders of its own there: torchelastic_*, torchinductor_*.
+    assert [name for name in left if not name.startswith("torch")] == []
 
 
-@pytest.mark.parametrize("launcher", [ALONE, TORCHRUN], ids=["alone", "torchrun"])
-def test_language_model_resumes_exactly(launcher, tmp_path):
-    """Ten steps, then ten more after --resume, print the loss of twenty steps in one go."""
+def test_language_model_resumes_exactly(tmp_path):
+    """Six steps, then six more after --resume, print the loss of twelve steps in one go."""
 
-    def last_loss(folder, *arguments):
-        arguments = ["--folder", str(tmp_path / folder), "--save-every", "10", *arguments]
-        lines = run_example(launcher, "02_accelerate.py", arguments, tmp_path).splitlines()
-        return [line for line in lines if line.startswith(("resumed", "step   20"))]
+    def lines(folder, *arguments):
+        arguments = ["--folder", str(tmp_path / folder), "--save-every", "6", *arguments]
+        output = run_example(TORCHRUN, "02_accelerate.py", arguments, tmp_path).splitlines()
+        return [line for line in output if line.startswith(("resumed", "step   12"))]
 
-    whole = last_loss("whole", "--steps", "20")
-    first = last_loss("halves", "--steps", "10")
-    second = last_loss("halves", "--steps", "20", "--resume")
+    whole = lines("whole", "--steps", "12")
+    first = lines("halves", "--steps", "6")
+    second = lines("halves", "--steps", "12", "--resume")
 
     assert first == []
     assert len(whole) == 1
-    assert second == ["resumed at step 10", *whole]
+    assert second == ["resumed at step 6", *whole]

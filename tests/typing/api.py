@@ -25,7 +25,8 @@ def whole(
     model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Stateful
 ) -> tuple[int, bool, list[trainpath.Report]]:
     """`accelerate()` with every argument, and what a `Run` offers."""
-    loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader([])
+    dataset = torch.utils.data.TensorDataset(torch.zeros(8, 4))
+    loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(dataset)
     run: trainpath.Run = trainpath.accelerate(
         model,
         optimizer,
