@@ -54,17 +54,20 @@ def _check_directory(directory, steps):
 
 def test_a_killed_writer_is_replaced_and_writes_again(tmp_path, stock):
     """Killed at each operation in turn, the writer is started anew and the save succeeds."""
+    num_steps = _num_steps(tmp_path / "count")
     directory = tmp_path / "ckpt"
-    for at in range(1, _num_steps(directory) + 1):
-        with CheckpointManager(directory, timeout_s=20) as manager:
-            manager.save(1, {"model": _model(1), "step": 1}).durable.wait(30)
+    with CheckpointManager(directory, timeout_s=20) as manager:
+        for at in range(1, num_steps + 1):
             manager._writer.fault = {"at": at, "kill": "writer"}
-            manager.save(2, {"model": _model(2), "step": 2}).durable.wait(30)
-            assert manager._writer.num_started == 2
-        assert _check_directory(directory, {2}) == 2
-        if at % 8 == 0:
-            assert stock(directory / "step-00000002")["step"] == 2
-        shutil.rmtree(directory)
+            manager.save(at, {"model": _model(at), "step": at}).durable.wait(30)
+            assert manager._writer.num_started == at + 1
+            state = {"model": _model(0), "step": 0}
+            assert manager.restore(state) == state["step"] == at
+            assert all(bool((param == at).all()) for param in state["model"].parameters())
+            if at % 8 == 0:
+                assert stock(directory / f"step-{at:08d}")["step"] == at
+    names = {path.name for path in directory.iterdir()}
+    assert names == {"latest", *(f"step-{at:08d}" for at in (num_steps - 1, num_steps))}
 
 
 def test_a_writer_that_always_dies_is_given_up(tmp_path):
@@ -103,18 +106,33 @@ def _run_until_killed(directory, at, kill):
         spawn(_train_and_die, 1, args=(str(directory), at, kill), backend=None)
 
 
+def _kill_everything_at_each(root, num_steps):
+    """Let one process after another die with its writer; return what the next run finds."""
+    found = []
+    for at in range(1, num_steps + 1):
+        directory = Path(root, str(at), "ckpt")
+        directory.parent.mkdir()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _train_and_die(str(directory), at, "both")
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        found.append(_check_directory(directory, {1, 2}))
+    return found
+
+
 def test_everything_killed_at_each_operation(tmp_path, stock):
     """With trainer and writer gone, the next run finds step 1 or 2, whole, and cleans up."""
-    directory = tmp_path / "ckpt"
-    found = []
-    for at in range(1, _num_steps(directory) + 1):
-        _run_until_killed(directory, at, "both")
-        found.append(_check_directory(directory, {1, 2}))
-        if at % 8 == 0:
-            assert stock(directory / f"step-0000000{found[-1]}")["step"] == found[-1]
-        shutil.rmtree(directory)
+    num_steps = _num_steps(tmp_path / "count")
+    (found,) = spawn(_kill_everything_at_each, 1, args=(str(tmp_path), num_steps), backend=None)
     assert found == sorted(found), "the rename is the only commit point"
     assert set(found) == {1, 2}
+    for at in range(1, num_steps + 1, 8):
+        step = found[at - 1]
+        assert stock(tmp_path / str(at) / "ckpt" / f"step-0000000{step}")["step"] == step
 
 
 @pytest.mark.parametrize("at", [1, 5, 20])

@@ -38,6 +38,10 @@ def _flip(path, at):
     path.write_bytes(data)
 
 
+def _append(path):
+    path.write_bytes(path.read_bytes() + b"x")
+
+
 def _swap_shard(folder):
     shutil.copy(folder.parent / "step-00000001" / "__0_0.distcp", folder / "__0_0.distcp")
 
@@ -55,7 +59,7 @@ DAMAGES = {
     "bit in metadata": lambda folder: _flip(folder / ".metadata", 100),
     "bit in the manifest": lambda folder: _flip(folder / "trainpath.manifest.json", 30),
     "truncated data": lambda folder: (folder / "__0_0.distcp").write_bytes(b"x"),
-    "data too long": lambda folder: (folder / "__0_0.distcp").open("ab").write(b"x"),
+    "data too long": lambda folder: _append(folder / "__0_0.distcp"),
     "empty manifest": lambda folder: (folder / "trainpath.manifest.json").write_text(""),
     "manifest of nothing": lambda folder: (folder / "trainpath.manifest.json").write_text("[]"),
     "missing data": lambda folder: (folder / "__0_0.distcp").unlink(),
@@ -160,8 +164,25 @@ def test_restore_is_in_place(two_steps, training):
     assert other.optimizer.state[other.model[0].weight]["exp_avg"] is moment
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, DataParallel, lambda module: module])
-@pytest.mark.parametrize("wrap_first", [torch.compile, DataParallel, lambda module: module])
+class Compiled(nn.Module):
+    """Wraps as torch.compile does, without importing the compiler."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._orig_mod = module
+
+
+WRAPPERS = {
+    "bare": lambda module: module,
+    "compiled": Compiled,
+    "parallel": DataParallel,
+    "both": lambda module: Compiled(DataParallel(module)),
+    "inside": lambda module: nn.Sequential(Compiled(module[0]), *module[1:]),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("wrap_first", WRAPPERS.values(), ids=WRAPPERS)
 def test_wrappers_are_forgiven(tmp_path, wrap, wrap_first, training, assert_same):
     """A checkpoint of a wrapped model restores into a bare one, and the other way round."""
     first = training()

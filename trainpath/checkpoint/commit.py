@@ -17,7 +17,14 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from trainpath.checkpoint.retention import MANIFEST, discard, prune, step_name
+from trainpath.checkpoint.retention import (
+    LATEST,
+    MANIFEST,
+    discard,
+    prune,
+    step_name,
+    temporary_name,
+)
 from trainpath.checkpoint.template import END, PREFIX, fill, mapping, piece
 
 if TYPE_CHECKING:
@@ -237,7 +244,7 @@ def finish(job: dict[str, Any], step: Callable[[str], None]) -> None:
     directory = Path(job["directory"])
     name = step_name(job["step"])
     with contextlib.suppress(OSError):
-        _publish(directory / "latest", f"{name}\n".encode(), step)
+        _publish(directory / LATEST, f"{name}\n".encode(), step)
         step("tidy")
         for path in (directory / name).glob("rank-*.done.json"):
             path.unlink(missing_ok=True)

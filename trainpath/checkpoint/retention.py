@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 __all__ = [
+    "LATEST",
     "MANIFEST",
     "clean_leftovers",
     "discard",
@@ -19,6 +20,7 @@ __all__ = [
     "temporary_name",
 ]
 
+LATEST: Final = "latest"
 MANIFEST: Final = "trainpath.manifest.json"
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -77,6 +79,7 @@ def clean_leftovers(directory: Path) -> list[str]:
     Returns:
         The names that were cleaned up.
     """
+    (directory / f".{LATEST}.tmp").unlink(missing_ok=True)
     names = sorted(entry.name for entry in os.scandir(directory) if _LEFTOVER.fullmatch(entry.name))
     for name in names:
         path = directory / name

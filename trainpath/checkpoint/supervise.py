@@ -103,11 +103,12 @@ class WriterProcess:
                     ) from None
                 continue
             if reply["error"]:
-                raise CheckpointWriteError(
-                    reply["errno"],
+                text = (
                     f"step {job['step']} was not saved in {job['directory']} "
-                    f"(rank {job['rank']}): {reply['error']}",
+                    f"(rank {job['rank']}): {reply['error']}"
                 )
+                number = reply["errno"]
+                raise CheckpointWriteError(number, text) if number else CheckpointWriteError(text)
             return reply
         raise CheckpointWriteError(f"step {job['step']} was not saved")  # pragma: no cover
 
