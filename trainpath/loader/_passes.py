@@ -128,6 +128,7 @@ class InlinePass:
         if data is END_OF_STREAM:
             raise StopIteration
         self.num_delivered += 1
+        settings.stats.num_batches += 1
         self.position = planned.after
         if self.stream is not None:
             self.stream.delivered(0, fetcher.state())
@@ -145,13 +146,11 @@ class InlinePass:
     def _planned(self, clock: StepClock) -> Planned:
         source = self._settings.source
         if source is not None:
-            for shard in self.plan.blocked_on():
+            while blocked := self.plan.blocked_on():
                 clock.switch(S.DATA_STORAGE)
-                source.count(shard)
-                clock.switch(S.DATA_QUEUE)
-            while not self.plan.ready():
-                for shard in self.plan.blocked_on():
+                for shard in blocked:
                     source.count(shard)
+                clock.switch(S.DATA_QUEUE)
         return next(self.plan)
 
     def close(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import distributed
 from torch.utils import data as torch_data
 
-from trainpath.errors import ClosedError, ConfigError, StateMismatchError
+from trainpath.errors import ClosedError, ConfigError
+from trainpath.loader._iterator import LoaderIterator, ShardSampler
 from trainpath.loader._passes import (
     InlinePass,
     LoaderStats,
@@ -20,6 +21,7 @@ from trainpath.loader._passes import (
     WorkerPass,
 )
 from trainpath.loader._samplers import IndexSource, draw_seed, pack_rng, unpack_rng
+from trainpath.loader._state import GLOBAL_KINDS, STATE_VERSION, check_state, place
 from trainpath.loader._torch import pinned
 from trainpath.loader._worker import WorkerSpec
 from trainpath.loader.order import (
@@ -39,13 +41,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from trainpath.loader._iterator import RunningPass
     from trainpath.metrics.clock import StepClock
 
 __all__ = ["DataLoader"]
 
-_STATE_VERSION: Final = 1
-# Kinds whose position counts over all ranks: the same state everywhere.
-_GLOBAL_KINDS: Final = ("shards", "distributed")
 _WORKER_SEGMENTS: Final = (
     S.DATA_STORAGE,
     S.DATA_NETWORK,
@@ -54,19 +54,6 @@ _WORKER_SEGMENTS: Final = (
     S.DATA_COLLATE,
     S.DATA_TRANSPORT,
 )
-
-
-class ShardSampler:
-    """Stands where torch has a sampler when the loader plans the order of shards itself."""
-
-    def __init__(self, order: ShardOrder) -> None:
-        self.order = order
-        self.seed = order.seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the order is a function of."""
-        self.epoch = epoch
 
 
 class DataLoader:
@@ -157,7 +144,7 @@ class DataLoader:
                 shuffle=bool(shuffle),
                 window=dataset.shuffle_window,
             )
-            sampler, shuffle = ShardSampler(order), None
+            sampler, shuffle = ShardSampler(order, self.set_epoch), None
         try:
             template: Any = torch_data.DataLoader(
                 dataset,
@@ -275,6 +262,15 @@ class DataLoader:
         return "stream" if self._is_stream else self._indices.kind
 
     @property
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same where a state is loaded."""
+        if self._order is not None:
+            return asdict(self._order)
+        if self._is_stream:
+            return {"num_workers": self.num_workers, "batch_size": self.batch_size}
+        return {}
+
+    @property
     def _auto_collation(self) -> bool:
         return self.batch_size is not None or self.batch_sampler is not None
 
@@ -296,9 +292,7 @@ class DataLoader:
         resume, self._resume = self._resume, None
         # Who names the epoch gets what is left of it, be it nothing; who does not gets the
         # next one where nothing is left.
-        goes_on = resume is not None and not (
-            self._epoch_named or (self._source is None and self._indices.epoch_named)
-        )
+        goes_on = resume is not None and not (self._epoch_named or self._indices.epoch_named)
         self._epoch_named = False
         self._current = LoaderIterator(self, self._begin(resume), goes_on=goes_on)
         return self._current
@@ -306,24 +300,17 @@ class DataLoader:
     def _abandon(self, iterator: LoaderIterator) -> None:
         """A pass is given up before its end: as in torch, the next one is a new epoch."""
         if iterator.running is not None and iterator.running.num_delivered:
-            self._set_epoch(self._epoch + 1)
+            self._epoch += 1
         if self._keeps_workers:
             self._release_current()  # its workers serve the next pass
         self._current = None
 
     def _world(self) -> tuple[int, int]:
-        """Return (rank, world size): as given, the sampler's, the process group's, or alone."""
-        rank, world_size = self._given_rank
+        """Return (rank, world size): the sampler's, as given, the process group's, or alone."""
         sampler = self._indices.distributed
         if sampler is not None:
             return sampler.rank, sampler.num_replicas
-        if rank is None and distributed.is_available() and distributed.is_initialized():
-            rank = distributed.get_rank()
-            world_size = world_size or distributed.get_world_size()
-        rank, world_size = rank or 0, world_size or 1
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"rank {rank} is not one of {world_size} ranks")
-        return rank, world_size
+        return place(*self._given_rank)
 
     def _begin(self, resume: dict[str, Any] | None) -> RunningPass:
         """Start a pass: draw what torch would draw, in torch's order, and plan it."""
@@ -453,7 +440,7 @@ class DataLoader:
     def finish(self, iterator: LoaderIterator, running: RunningPass) -> None:
         """Note that a pass reached its end: the position is the start of the next epoch."""
         if self._current is iterator:
-            self._set_epoch(self._epoch + 1)
+            self._epoch += 1
             self._current = None
         self._release(running)
 
@@ -477,11 +464,6 @@ class DataLoader:
         if isinstance(running, WorkerPass) and not self._keeps_workers:
             running.pool.close()
 
-    def _set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        if isinstance(self.sampler, ShardSampler):
-            self.sampler.set_epoch(epoch)
-
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the order depends on, here and in the samplers.
 
@@ -493,8 +475,9 @@ class DataLoader:
             return
         if self._current is not None:
             self._abandon(self._current)
-        self._set_epoch(epoch)
-        self._indices.set_epoch(epoch)
+        self._epoch = epoch
+        if self._source is None:
+            self._indices.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last delivered batch: small, and JSON-able.
@@ -507,14 +490,14 @@ class DataLoader:
         if self._resume is not None:
             return dict(self._resume)
         state: dict[str, Any] = {
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
             "kind": self.kind,
             "epoch": self._epoch,
             "world_size": self._world()[1],
         }
-        if self.kind not in _GLOBAL_KINDS:
+        if self.kind not in GLOBAL_KINDS:
             state["base_seed"] = self._base_seed
-        state |= self._identity()
+        state |= self._identity
         running = self._current.running if self._current is not None else None
         if running is None:
             state["generators"] = self._indices.generators()
@@ -545,20 +528,6 @@ class DataLoader:
         planned = self._source is not None or self._is_stream
         return not planned and self._indices.uses_global_rng and self._world()[1] == 1
 
-    def _identity(self) -> dict[str, Any]:
-        """Return what must be the same where the state is loaded."""
-        if self._order is not None:
-            order = self._order
-            return {
-                "num_shards": order.num_shards,
-                "seed": order.seed,
-                "shuffle": order.shuffle,
-                "window": order.window,
-            }
-        if self._is_stream:
-            return {"num_workers": self.num_workers, "batch_size": self.batch_size}
-        return {}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at `state_dict` with the next iterator.
 
@@ -566,12 +535,14 @@ class DataLoader:
             StateMismatchError: The state is of another kind of loader or data, or of
                 another number of ranks where its position is not a global one.
         """
-        self._check_state(state_dict)
+        check_state(
+            state_dict, kind=self.kind, identity=self._identity, world_size=self._world()[1]
+        )
         if self._current is not None:
             self._release_current()
         self._resume = dict(state_dict)
         self._epoch_named = False
-        self._set_epoch(state_dict["epoch"])
+        self._epoch = state_dict["epoch"]
         sampler = state_dict.get("sampler", {})
         self._indices.restore_generators(
             state_dict.get("generators", sampler.get("generators", []))
@@ -586,25 +557,6 @@ class DataLoader:
         if current is not None and current.running is not None:
             self._release(current.running)
             current.running = None
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        if state.get("version") != _STATE_VERSION:
-            raise StateMismatchError(
-                f"loader state of version {state.get('version')!r}; this is {_STATE_VERSION}"
-            )
-        for name, value in {"kind": self.kind, **self._identity()}.items():
-            if state.get(name) != value:
-                raise StateMismatchError(
-                    f"the loader state has {name}={state.get(name)!r}, this loader {value!r}; "
-                    "build the loader as it was, or start without the state"
-                )
-        world_size = self._world()[1]
-        if self.kind not in _GLOBAL_KINDS and state["world_size"] != world_size:
-            raise StateMismatchError(
-                f"the loader state is of {state['world_size']} rank(s), this job has {world_size}; "
-                f"the position of a {self.kind!r} loader is rank-local: use a TarDataset or a "
-                "DistributedSampler to change the number of ranks"
-            )
 
     def stats(self) -> LoaderStats:
         """Return the counts of this loader so far."""
@@ -626,37 +578,3 @@ class DataLoader:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-RunningPass = InlinePass | WorkerPass
-
-
-class LoaderIterator:
-    """The batches of one epoch; after a resume at its very end, of the next one."""
-
-    def __init__(self, loader: DataLoader, running: RunningPass, *, goes_on: bool) -> None:
-        self._loader = loader
-        self.running: RunningPass | None = running
-        self._goes_on = goes_on
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __next__(self) -> Any:
-        running = self.running
-        if running is None:
-            raise StopIteration
-        try:
-            batch = running.next()
-        except StopIteration:
-            if not self._goes_on or running.num_delivered:
-                self.running = None
-                self._loader.finish(self, running)
-                raise
-            self._goes_on = False
-            self.running = self._loader.go_on(self, running)
-            return next(self)
-        return self._loader.pinned(batch)

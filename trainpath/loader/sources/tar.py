@@ -193,6 +193,11 @@ class TarDataset(Dataset[Any]):
 
     def _read(self, shard: int, number: int) -> dict[str, Any]:
         data, entries = self._shard(shard)
+        if number >= len(entries):
+            raise ShardCorruptError(
+                f"shard {self.urls[shard]} holds {len(entries)} sample(s), but sample {number} was "
+                "planned: it changed since it was indexed; start the job again"
+            )
         key, members = entries[number]
         sample: dict[str, Any] = {"__key__": key, "__url__": self.urls[shard]}
         if self._fields is None:
