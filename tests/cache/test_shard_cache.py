@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
 import pickle
@@ -11,7 +12,7 @@ import time
 
 import pytest
 
-from trainpath.cache import CacheStats, KeepUntilFull
+from trainpath.cache import CacheStats, KeepUntilFull, ShardCache
 from trainpath.cache.names import ObjectName
 from trainpath.errors import ClosedError, ConfigError, FetchError, ShardNotFoundError
 from trainpath.metrics import segments as S
@@ -601,6 +602,19 @@ def test_stages(make, put, server):
     assert miss[S.DATA_NETWORK] >= 100e6
     assert miss[S.DATA_CACHE] > 0
     assert [segment for segment, time_ns in hit.items() if time_ns] == [S.DATA_CACHE]
+
+
+def test_cache_that_nobody_closed(put, tmp_path, files):
+    """A cache that is dropped without `close()` leaves no session and no connection."""
+    url, _ = put()
+    cache = ShardCache(tmp_path / "cache", min_free_bytes=0)
+    cache.open(url).close()
+    assert len(files("sessions")) == 1
+
+    del cache
+    gc.collect()
+
+    assert files("sessions") == []
 
 
 def test_pickle_keeps_the_settings(make):

@@ -49,7 +49,7 @@ class Reservation:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Session:
     """The registration of one process; dropped by the kernel if the process dies.
 
@@ -57,17 +57,21 @@ class Session:
         path: Its file.
         fd: Holds the lock on it.
         started_ns: When the job began to use the cache.
+        pid: The process; its forked children have no part in it.
     """
 
     path: str
     fd: int
     started_ns: int
+    pid: int
 
     def close(self) -> None:
         """Leave; safe to call twice."""
-        with suppress(OSError):
-            Path(self.path).unlink()
-        close_lock(self.fd)
+        if self.fd >= 0 and self.pid == os.getpid():
+            with suppress(OSError):
+                Path(self.path).unlink()
+            close_lock(self.fd)
+        self.fd = -1
 
 
 @dataclass(slots=True)
@@ -140,7 +144,7 @@ class CacheDirectory:
                 raise OSError(f"{path} is locked")
             if started_ns is not None:
                 os.utime(fd, ns=(started_ns, started_ns))
-            return Session(path, fd, os.fstat(fd).st_mtime_ns)
+            return Session(path, fd, os.fstat(fd).st_mtime_ns, os.getpid())
 
     def lock_key(self, key: str) -> str:
         """Return the path of the lock file that makes downloads of `key` exclusive."""
@@ -253,6 +257,17 @@ class CacheDirectory:
             found += [name for name in map(ObjectName.parse, entries) if name is not None]
         return found
 
+    def used_bytes(self) -> int:
+        """Return the bytes of all objects."""
+        total = 0
+        for digit in _BUCKETS:
+            for entry in _list(f"{self._root}/objects/{digit}"):
+                try:
+                    total += int(entry.split("-", 3)[2])
+                except (IndexError, ValueError):  # not a file of ours
+                    continue
+        return total
+
     def reserved_bytes(self) -> int:
         """Return the bytes held by running downloads of all processes."""
         with self._index():
@@ -271,8 +286,7 @@ class CacheDirectory:
         reserved = self._live_reservations()
         over_budget = 0
         if self._max_bytes is not None:
-            used = sum(name.num_bytes for name in self.residents())
-            over_budget = used + reserved + num_bytes - self._max_bytes
+            over_budget = self.used_bytes() + reserved + num_bytes - self._max_bytes
         disk = os.statvfs(self._root)
         keep = self._min_free_bytes
         if keep is None:

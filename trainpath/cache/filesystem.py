@@ -30,8 +30,7 @@ class TrainpathFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     Args:
         target_protocol: The protocol behind, set by the URL.
-        target_options: Its options, set by fsspec.
-        fo: The path behind, set by fsspec.
+        target_options: Its options, set by fsspec, as is the path behind (the third one).
         fs: The file system behind, instead of `target_protocol`.
         directory: Of the cache (default: `TRAINPATH_CACHE_DIR`).
         max_bytes: Its limit (default: `TRAINPATH_CACHE_MAX_BYTES`).
@@ -50,7 +49,7 @@ class TrainpathFileSystem(ChainedFileSystem):  # type: ignore[misc]
         self,
         target_protocol: str | None = None,
         target_options: dict[str, Any] | None = None,
-        fo: str | None = None,
+        fo: str | None = None,  # codespell:ignore fo
         *,
         fs: AbstractFileSystem | None = None,
         directory: str | None = None,
@@ -59,7 +58,9 @@ class TrainpathFileSystem(ChainedFileSystem):  # type: ignore[misc]
     ) -> None:
         super().__init__(**storage_options)
         self._options = dict(target_options or {})
-        self._behind = "" if fo is None else fo
+        self._behind = fo or ""  # codespell:ignore fo
+        # An archive in the chain has no URL of its own: it is read by fsspec, not cached.
+        self._nested = "target_protocol" in self._options
         self.fs = fs or fsspec.filesystem(target_protocol or "file", **self._options)
         protocols = self.fs.protocol
         self._target = target_protocol or (
@@ -77,12 +78,6 @@ class TrainpathFileSystem(ChainedFileSystem):  # type: ignore[misc]
             path = path.removeprefix(prefix)
         return str(self.fs._strip_protocol(path or self._behind))  # noqa: SLF001
 
-    def _url(self, path: str) -> str:
-        """Return the URL by which the cache knows `path`."""
-        inner = self._options.get("fo")
-        url = str(self.fs.unstrip_protocol(path))
-        return url if inner is None else f"{url}::{inner}"
-
     def _open(
         self,
         path: str,
@@ -95,12 +90,12 @@ class TrainpathFileSystem(ChainedFileSystem):  # type: ignore[misc]
         if mode != "rb":
             raise NotImplementedError(f"trainpath:: URLs are read-only, {mode!r} is not possible")
         cache = None
-        if not self._options.get("fo"):
+        if not self._nested:
             cache = shared_cache(
                 self._directory, max_bytes=self._max_bytes, storage_options=self._options
             )
         if cache is not None:
-            return cache.open(self._url(path))
+            return cache.open(str(self.fs.unstrip_protocol(path)))
         file: BinaryIO = self.fs.open(
             path, mode, block_size=block_size, cache_options=cache_options, **kwargs
         )

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, get_args
 
@@ -177,6 +178,7 @@ class ShardCache:
                 self._disk.create()
                 self._session = self._disk.open_session(self._started_ns)
             self._started_ns = self._opener.started_ns = self._session.started_ns
+            weakref.finalize(self, self._session.close)  # a cache that nobody closed
 
     def _leave(self) -> None:
         with self._lock:
@@ -270,13 +272,14 @@ class ShardCache:
     def stats(self) -> CacheStats:
         """Return the counters of this process and the state of the directory."""
         self._enter()
-        used = sum(name.num_bytes for name in self._disk.residents())
         try:
             reserved = self._disk.reserved_bytes()
         except OSError:
             reserved = 0
         return self._opener.counters.stats(
-            bytes_used=used, bytes_reserved=reserved, degraded=self._is_degraded()
+            bytes_used=self._disk.used_bytes(),
+            bytes_reserved=reserved,
+            degraded=self._is_degraded(),
         )
 
     def verify(self) -> VerifyReport:
