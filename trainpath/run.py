@@ -205,7 +205,7 @@ class Run:
         self._closables += closables
         self._install_loader(loader, device or _parts.device_of(model))
         if self.settings.checkpoint_dir is not None:
-            self._install_checkpoints(model, optimizers, extra)
+            self._install_checkpoints(self.settings.checkpoint_dir, model, optimizers, extra)
         self._install_clock(model, optimizers)
         _accelerated.add(model)
         self._model = model
@@ -235,11 +235,11 @@ class Run:
 
     def _install_checkpoints(
         self,
+        directory: Path,
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
         extra: dict[str, Stateful],
     ) -> None:
-        directory = self.settings.checkpoint_dir
         self.checkpoints = CheckpointManager(directory, keep=self.settings.keep, clock=self.clock)
         self._closables.append(self.checkpoints)
         for optimizer in optimizers:
@@ -487,8 +487,9 @@ class RunLoader:
     def resume(self) -> None:
         """After a restore: the next pass is what is left of the epoch, be it nothing."""
         self._in_pass = False
-        if self.has_state and hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(self.source.state_dict().get("epoch", 0))
+        source: Any = self.source
+        if self.has_state and hasattr(source, "set_epoch"):
+            source.set_epoch(source.state_dict().get("epoch", 0))
 
     @property
     def has_state(self) -> bool:

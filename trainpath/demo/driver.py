@@ -153,19 +153,34 @@ def _first_step_after(directory: Path, killed_after: int) -> int:
 
 
 def _show(console: Console, work: Path, rounds: int, outcome: Outcome) -> None:
-    before = Report.from_directory(work / f"stock-{rounds - 1}" / "metrics")
-    after = Report.from_directory(work / f"trainpath-{rounds - 1}" / "metrics")
-    console.print(
-        f"trainpath demo: {NUM_RANKS} ranks (gloo, this CPU), {STEPS} steps a run, "
-        f"object server at {RATE_BYTES_PER_S / 1e6:.1f} MB/s"
+    """Print the one screen: the last round's tables, then what must be a yes."""
+    stock, ours = work / f"stock-{rounds - 1}", work / f"trainpath-{rounds - 1}"
+    comparison = compare(
+        Report.from_directory(stock / "metrics"), Report.from_directory(ours / "metrics")
     )
-    console.print(str(compare(before, after)), markup=False)
-    console.print(f"losses identical: {_yes(outcome.losses_identical)}")
-    console.print(
-        f"samples after kill and resume identical: {_yes(outcome.samples_identical)}  "
-        f"(kill -9 after step {outcome.killed_after_step}, on at step "
-        f"{outcome.resumed_at_step}; losses identical: {_yes(outcome.resume_exact)})"
+    title = (
+        f"trainpath demo: {NUM_RANKS} ranks (gloo, this CPU), {STEPS} steps a run, round "
+        f"{rounds} of {rounds}, object server at {RATE_BYTES_PER_S / 1e6:.1f} MB/s"
     )
+    resumed = (
+        f"kill -9 after step {outcome.killed_after_step}, on at step "
+        f"{outcome.resumed_at_step}; losses too: {_yes(outcome.resume_exact)}"
+    )
+    lines = [
+        title,
+        "before: DataLoader over webdataset, DDP, torch.save   after: accelerate()",
+        "",
+        str(comparison),
+        "",
+        f"bytes from the object server: {_megabytes(stock)} before, {_megabytes(ours)} after",
+        f"losses identical: {_yes(outcome.losses_identical)}",
+        f"samples after kill and resume identical: {_yes(outcome.samples_identical)}  ({resumed})",
+    ]
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _megabytes(arm: Path) -> str:
+    return f"{int((arm / 'bytes_sent').read_text()) / 1e6:.1f} MB"
 
 
 def _yes(true: bool) -> str:

@@ -103,7 +103,8 @@ class Job:
     def _tail(self) -> str:
         self._output.seek(0)
         lines = self._output.read().splitlines()
-        return "\n".join([line for line in lines if line.startswith("[rank0]")] or lines[-40:])
+        told = [line for line in lines if line.startswith("[rank")]
+        return "\n".join((told or lines)[-60:])
 
 
 def _children(pid: int) -> list[int]:

@@ -9,11 +9,13 @@ the same processes, each from the same seed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
 
 import fsspec
 import torch
@@ -27,6 +29,8 @@ from webdataset.gopen import gopen_schemes
 import trainpath
 from trainpath.demo.model import ByteLM
 from trainpath.demo.steplog import StepLog
+from trainpath.metrics import lineage
+from trainpath.metrics import segments as S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,7 +56,29 @@ def crop(sample: dict[str, Any]) -> tuple[Tensor, int]:
 def open_http(url: str, mode: str = "rb", bufsize: int = 8192) -> Any:
     """Open a URL for webdataset by fsspec, so that the demo does not need curl."""
     del bufsize
-    return fsspec.open(url, mode).open()
+    with lineage.stage(S.DATA_STORAGE):
+        return _Measured(fsspec.open(url, mode).open())
+
+
+class _Measured:
+    """A stock file whose reads are told from decoding; bytes and timing stay as they are."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        with lineage.stage(S.DATA_NETWORK):
+            data: bytes = self._file.read(size)
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
 
 
 def build_loader(urls: list[str]) -> DataLoader[Any]:
@@ -138,6 +164,13 @@ def trainpath_arm(options: argparse.Namespace, work: Path) -> Run:
     return run
 
 
+def bytes_sent(url: str) -> int:
+    """Return how many bytes of shards the object server of `url` has sent so far."""
+    base = url.rsplit("/", 1)[0]
+    with urlopen(f"{base}/-/stats", timeout=10) as reply:  # noqa: S310 - our own, on loopback
+        return int(json.load(reply)["bytes_sent"])
+
+
 def main() -> None:
     """Run the arms named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -152,11 +185,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     for arm in options.arms:
         work = options.work / arm
+        before = bytes_sent(options.urls[0]) if dist.get_rank() == 0 else 0
         run = (stock_arm if arm.startswith("stock") else trainpath_arm)(options, work)
         run.close()
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(work / "cache", ignore_errors=True)
+            (work / "bytes_sent").write_text(str(bytes_sent(options.urls[0]) - before))
         dist.barrier()
     dist.destroy_process_group()
 
