@@ -58,21 +58,17 @@ def test_ranks_communicate_and_return(monkeypatch, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exit-0", "exit-1"]
 
 
-def init_twice():
-    """Initialise and destroy the default group by env://, two times."""
-    sums = []
-    for _ in range(2):
-        dist.init_process_group("gloo")
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        sums.append(tensor.item())
-        dist.destroy_process_group()
-    return sums
+def init_by_env():
+    """Initialise the default group as a training script does."""
+    dist.init_process_group("gloo")
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return tensor.item()
 
 
 def test_a_function_may_initialise_its_own_group():
     """With no backend, `init_process_group` by env:// works as it does under torchrun."""
-    assert spawn(init_twice, 2, backend=None) == [[2.0, 2.0], [2.0, 2.0]]
+    assert spawn(init_by_env, 2, backend=None) == [2.0, 2.0]
 
 
 def fail_on_one():
@@ -84,14 +80,14 @@ def fail_on_one():
 
 
 def test_every_failing_rank_is_shown():
-    """The error holds the traceback and output of the rank that raised, and of its victim."""
+    """The error holds traceback and output of the rank that raised first, then of its victim."""
     with pytest.raises(SpawnError) as caught:
         spawn(fail_on_one, 2)
 
     error = caught.value
     assert isinstance(error, TrainpathError)
     assert isinstance(error, RuntimeError)
-    assert sorted(error.failures) == [0, 1]
+    assert list(error.failures) == [1, 0]
     assert error.failures[1].reason == "raised ValueError: the data is bad"
     assert "in fail_on_one" in error.failures[1].traceback
     assert "about to fail" in error.failures[1].output
@@ -153,11 +149,11 @@ def test_the_deadline_ends_all_and_shows_where_they_hang(tmp_path):
     pids = tmp_path / "pids"
 
     with pytest.raises(SpawnError) as caught:
-        spawn(hang_on_one, 2, args=(str(pids),), timeout_s=3)
+        spawn(hang_on_one, 2, args=(str(pids),), timeout_s=6)
 
     assert list(caught.value.failures) == [1]
     failure = caught.value.failures[1]
-    assert failure.reason == "still ran at the deadline of 3 s"
+    assert failure.reason == "still ran at the deadline of 6 s"
     assert "in hang_on_one" in failure.output
     assert caught.value.results == {0: "done"}
     assert all_gone_soon([int(pid) for pid in pids.read_text().split()])
@@ -188,10 +184,10 @@ def leave_a_thread():
 def test_a_process_that_does_not_end_is_a_failure():
     """A rank that returned but whose threads keep it alive has failed, with their stacks."""
     with pytest.raises(SpawnError) as caught:
-        spawn(leave_a_thread, 1, timeout_s=1, backend=None)
+        spawn(leave_a_thread, 1, timeout_s=5, backend=None)
 
     reason = caught.value.failures[0].reason
-    assert reason == "had returned but its process still ran at the deadline of 1 s"
+    assert reason == "had returned but its process still ran at the deadline of 5 s"
     assert "in wait" in caught.value.failures[0].output
 
 

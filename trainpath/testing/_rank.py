@@ -13,9 +13,10 @@ import resource
 import select
 import signal
 import sys
+import time
 import traceback
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import reduction
 from pathlib import Path
@@ -94,10 +95,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the call ended: a pickled result, or the text of an exception."""
+    """How the call ended: a pickled result, or the text of an exception, and when."""
 
     result: bytes | None = None
     error: str | None = None
+    ended_s: float = field(default_factory=time.monotonic)
 
 
 def run_rank(job: Job, parent: Connection, log: LogFile, life: SharedFile) -> None:

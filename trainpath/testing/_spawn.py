@@ -64,7 +64,8 @@ class SpawnError(TrainpathError, RuntimeError):
     """At least one rank did not return.
 
     Attributes:
-        failures: One `RankFailure` for each rank without a result, by rank.
+        failures: One `RankFailure` for each rank without a result, by rank; in the order
+            of time, so that the likely cause comes first.
         results: What the other ranks returned, by rank.
     """
 
@@ -72,7 +73,7 @@ class SpawnError(TrainpathError, RuntimeError):
         self.failures = dict(failures)
         self.results = dict(results)
         total = len(failures) + len(results)
-        shown = "\n\n".join(str(failure) for _, failure in sorted(failures.items()))
+        shown = "\n\n".join(str(failure) for failure in failures.values())
         super().__init__(f"{len(failures)} of {total} ranks did not return\n\n{shown}")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,8 +102,9 @@ def spawn(
             mode of pytest, a script needs the usual `if __name__ == "__main__"`.
         world_size: Number of ranks.
         args: Picklable arguments, the same for every rank.
-        timeout_s: All ranks are killed when it runs out. Collectives time out a little
-            earlier, so that a hang usually shows as a traceback.
+        timeout_s: All ranks are killed when it runs out, counted from when all of them
+            are running. Collectives time out a little earlier, so that a hang usually
+            shows as a traceback.
         env: Variables on top of the current environment of this process.
         backend: Backend of the default process group; None leaves initialising to `fn`
             (`init_process_group()` by `env://` works as under torchrun).
@@ -129,7 +131,6 @@ def spawn(
     """
     _check(world_size, timeout_s, env or {})
     call, modules = _pickle_call(fn, args)
-    deadline = time.monotonic() + timeout_s
     with _agent_store() as port:
         ranks: list[_Rank] = []
         try:
@@ -143,7 +144,7 @@ def spawn(
                     collective_timeout_s=max(1.0, 0.75 * timeout_s),
                 )
                 ranks.append(_Rank(rank, job))
-            _collect(ranks, deadline, timeout_s=timeout_s, grace_s=grace_s)
+            _collect(ranks, timeout_s=timeout_s, grace_s=grace_s)
             return _results(ranks)
         finally:
             for each in ranks:
@@ -319,6 +320,13 @@ class _Rank:
             rank=self.rank, reason=reason, traceback=traceback, output=self._log.text()
         )
 
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """Where its failure stands: died without a word, raised, ended by us; by time."""
+        outcome = self.outcome
+        ended_s = 0.0 if outcome is None else outcome.ended_s
+        return self._why_ended is not None, outcome is not None, ended_s
+
     def result(self) -> Any:
         """Return what the rank returned."""
         if self.outcome is None or self.outcome.result is None:
@@ -354,8 +362,9 @@ class _Rank:
         return self._process.pid
 
 
-def _collect(ranks: list[_Rank], deadline: float, *, timeout_s: float, grace_s: float) -> None:
+def _collect(ranks: list[_Rank], *, timeout_s: float, grace_s: float) -> None:
     """Take every outcome; once a rank has failed, wait only `grace_s` for the others."""
+    deadline = time.monotonic() + timeout_s
     why = f"at the deadline of {timeout_s:g} s"
     has_failed = False
     while pending := [rank for rank in ranks if rank.pending]:
@@ -390,7 +399,8 @@ def _end(ranks: list[_Rank], deadline: float, why: str) -> None:
 
 def _results(ranks: list[_Rank]) -> list[Any]:
     """Return the results, or raise with everything known about the ranks that have none."""
-    failures = {rank.rank: failure for rank in ranks if (failure := rank.failure())}
+    in_order = sorted(ranks, key=lambda rank: rank.order)
+    failures = {rank.rank: failure for rank in in_order if (failure := rank.failure())}
     returned = [rank for rank in ranks if rank.rank not in failures]
     results = {rank.rank: rank.result() for rank in returned}
     for rank in returned:
