@@ -257,4 +257,7 @@ def test_start_method(monkeypatch):
     assert workers.start_context(portable, None).get_start_method() == "fork"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert isinstance(workers.start_context(portable, None), ForkserverContext)
-    assert workers.start_context(local, None).get_start_method() == "fork"
+    large = DataLoader(torch_data.TensorDataset(torch.empty(9_000_000)), num_workers=1)._spec()
+    monkeypatch.setattr(workers, "_MAX_SENT_BYTES", 1 << 20)
+    for spec in (local, large):
+        assert workers.start_context(spec, None).get_start_method() == "fork"

@@ -67,7 +67,7 @@ class Plan:
         return True
 
     def wanted(self) -> list[int]:
-        """Shards whose sample counts should be found out now, the most urgent first."""
+        """Shards to fetch and index now, the most urgent first."""
         return []
 
     def blocked_on(self) -> list[int]:
@@ -318,12 +318,15 @@ class ShardPlan(Plan):
         return self._next_start - self._cursor
 
     def wanted(self) -> list[int]:
-        """Return shards to be counted that were not returned before."""
+        """Return the shards ahead that were not returned before, known or not.
+
+        Known ones too: they may have to be fetched again in a later epoch.
+        """
         last = min(self._next_window + self._ahead + 1, self._order.num_windows)
         wanted = []
         for window in range(self._next_window, last):
             for shard in self._shards_of(window):
-                if shard not in self._asked and self._count(shard) is None:
+                if shard not in self._asked:
                     self._asked.add(shard)
                     wanted.append(shard)
         return wanted

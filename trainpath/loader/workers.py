@@ -8,20 +8,23 @@ death of a worker is an event like any other.
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import signal
 import weakref
-from multiprocessing import connection, reduction
+from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from trainpath.errors import ConfigError
 from trainpath.loader._forkserver import ForkserverContext
 from trainpath.loader._worker import run_worker
-from trainpath.loader.transport import channel_pair
+from trainpath.loader.transport import TensorPickler, channel_pair
 
 if TYPE_CHECKING:
+    import pickle
     from collections.abc import Iterator
 
     from trainpath.loader._worker import WorkerSpec
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["WorkerPool", "describe_exit", "start_context"]
 
 _JOIN_S: Final = 5.0
+_MAX_SENT_BYTES: Final = 64 << 20
+_MAIN: Final = b"__main__"
 
 
 def start_context(spec: WorkerSpec, wanted: Any) -> Any:
@@ -42,7 +47,7 @@ def start_context(spec: WorkerSpec, wanted: Any) -> Any:
     Returns:
         `wanted`, or the start method the user set globally, or else fork as torch does on
         Linux; but not from a process with a CUDA context, unless the workers' arguments
-        cannot be sent to a fork server (unpicklable, or defined in the main script).
+        cannot be sent to a fork server (unpicklable, large, or from the main script).
     """
     if wanted is not None:
         return wanted
@@ -54,10 +59,45 @@ def start_context(spec: WorkerSpec, wanted: Any) -> Any:
 
 
 def _is_portable(spec: WorkerSpec) -> bool:
+    """Whether a spec can be sent: it pickles, to little, and holds nothing of the main script.
+
+    A large data set is inherited by fork instead: sending it would copy it per worker.
+    """
+    probe = _Probe()
     try:
-        return b"__main__" not in bytes(reduction.ForkingPickler.dumps(spec))
+        probe.dump(spec)
     except Exception:
         return False
+    return True
+
+
+class _Probe(io.RawIOBase):
+    """Takes a pickle and fails at what should not be sent; keeps nothing."""
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._tail = b""
+
+    def dump(self, value: object) -> None:
+        """Pickle `value` into nothing."""
+        TensorPickler(self, protocol=5, buffer_callback=self._count).dump(value)
+
+    def _count(self, buffer: pickle.PickleBuffer) -> None:
+        self._add(buffer.raw().nbytes)
+
+    def write(self, data: Any, /) -> int:
+        """Check a piece of the pickle."""
+        piece = bytes(memoryview(data)[: len(_MAIN) - 1])
+        if _MAIN in self._tail + piece or _MAIN in bytes(data):
+            raise ConfigError("refers to the main script")
+        self._tail = bytes(data)[1 - len(_MAIN) :]
+        self._add(len(data))
+        return len(data)
+
+    def _add(self, length: int) -> None:
+        self._length += length
+        if self._length > _MAX_SENT_BYTES:
+            raise ConfigError("is too large to be sent to each worker")
 
 
 def describe_exit(exitcode: int | None) -> str:

@@ -140,6 +140,27 @@ def test_epochs_are_shuffled_and_complete(pattern, num_workers):
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
+def test_single_samples_and_the_sampler_attribute(pattern):
+    """batch_size=None deals samples; sampler.set_epoch, which frameworks call, is heard."""
+    loader = DataLoader(TarDataset(pattern, decode=identify), None, shuffle=True, seed=2)
+    first = list(loader)
+    assert sorted(first) == list(range(TOTAL))
+    second = list(loader)
+    loader.sampler.set_epoch(0)
+    assert list(loader) == first != second
+    assert loader.stats().num_batches == 3 * TOTAL
+
+
+def test_shard_that_changed_since_it_was_counted(shards, tmp_path):
+    """A shard that shrank between indexing and reading is an error that names it."""
+    path = tmp_path / "s.tar"
+    path.write_bytes((shards / "s-02.tar").read_bytes())
+    dataset = TarDataset(str(path), decode=identify)
+    dataset.learn(0, 9)
+    with pytest.raises(ShardCorruptError, match=r"s\.tar holds 7 sample.*changed"):
+        numbers_of(DataLoader(dataset, 9))
+
+
 def test_without_shuffle_the_order_is_the_listed_one(pattern):
     """shuffle=False reads shards and samples as they are listed."""
     assert numbers_of(DataLoader(TarDataset(pattern, decode=identify), 4)) == list(range(TOTAL))

@@ -170,7 +170,9 @@ class TarDataset(Dataset[Any]):
                 self._open.move_to_end(shard)
                 return self._open[shard]
             opening = self._opening.setdefault(shard, threading.Lock())
-        with opening:
+        with stage(S.DATA_CACHE):  # another thread of this worker may be fetching it
+            opening.acquire()
+        try:
             with self._lock:
                 if shard in self._open:
                     return self._open[shard]
@@ -181,6 +183,8 @@ class TarDataset(Dataset[Any]):
                 while len(self._open) > self._max_open:
                     self._open.popitem(last=False)
                 self._opening.pop(shard, None)
+        finally:
+            opening.release()
         return opened
 
     def _map(self, url: str) -> _Shard:
