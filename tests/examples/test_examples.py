@@ -78,7 +78,7 @@ def test_language_model_resumes_exactly(tmp_path):
 
     def lines(folder, *arguments):
         arguments = ["--folder", str(tmp_path / folder), "--save-every", "6", *arguments]
-        output = run_example(TORCHRUN, "02_accelerate.py", arguments, tmp_path).splitlines()
+        output = run_example(ALONE, "02_accelerate.py", arguments, tmp_path).splitlines()
         return [line for line in output if line.startswith(("resumed", "step   12"))]
 
     whole = lines("whole", "--steps", "12")
