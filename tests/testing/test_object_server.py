@@ -304,6 +304,18 @@ def test_the_rate_is_shared_and_exact(server):
     assert server.rate_bytes_per_s is None
 
 
+def test_the_rate_may_change_while_a_body_is_sent(server):
+    """A body that would take minutes arrives soon after the limit is lifted."""
+    server.put("x", DATA)
+    server.rate_bytes_per_s = 5_000
+
+    with ThreadPoolExecutor(1) as pool:
+        body = pool.submit(get, server, "x")
+        wait_until(lambda: server.bytes_sent("x") > 0)
+        server.rate_bytes_per_s = None
+        assert body.result(20)[2] == DATA
+
+
 def test_latency_comes_before_each_answer(server):
     """Each request waits; requests on different connections wait at the same time."""
     server.put("x", b"x")
@@ -494,6 +506,22 @@ def test_a_file_in_the_way_of_a_put(tmp_path):
         assert client.ask("PUT", "/c", b"x")[0] == 409
 
 
+def test_an_upload_that_does_not_fit(tmp_path):
+    """When a file cannot be written the client is told, and the old object stays."""
+    with ObjectServer(tmp_path) as server, closing(Client(server)) as client:
+        server.put("x", b"old")
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            status = client.ask("PUT", "/x", DATA)[0]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+        assert status == 507
+        assert client.ask("GET", "/x")[2] == b"old"
+        assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
 def test_an_error_inside_the_server_surfaces_at_close(tmp_path):
     """The client gets a 500, and close raises what went wrong: here, no file descriptors."""
     (tmp_path / "x").write_bytes(b"x")
@@ -599,6 +627,17 @@ def test_the_command_ends_with_its_parent(tmp_path):
         return False
 
     wait_until(refused)
+
+
+def test_it_needs_neither_torch_nor_pytest():
+    """Importing the testing tools and the server imports neither torch nor pytest."""
+    check = (
+        "import sys, trainpath.testing, trainpath.testing.object_server\n"
+        "trainpath.testing.ObjectServer, trainpath.testing.Fault, trainpath.testing.FaultyStore\n"
+        "sys.exit(' '.join({'torch', 'pytest', 'fsspec'} & set(sys.modules)) or None)"
+    )
+
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 def test_the_command_says_what_is_wrong():
