@@ -159,15 +159,16 @@ def test_plan_waits_for_the_next_window_only():
         ahead=1,
         count=counts.get,
     )
-    first, second = ShardOrder(num_shards=5, seed=1).shards(0)[:2]
+    first, second, third = ShardOrder(num_shards=5, seed=1).shards(0)[:3]
     assert not planner.ready()
     assert planner.blocked_on() == [first]
-    assert planner.wanted() == [first, second]
+    assert planner.wanted() == [first]
     assert planner.wanted() == []
-    planner.forget_asked([second])
-    assert planner.wanted() == [second]
+    planner.forget_asked([first])
+    assert planner.wanted() == [first]
     counts[first] = 4
     assert planner.ready()
+    assert planner.wanted() == [second, third]
     assert {shard for shard, _ in next(planner).index} == {first}
     assert not planner.ready()
     assert planner.blocked_on() == [second]

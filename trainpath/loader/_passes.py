@@ -304,12 +304,15 @@ class WorkerPass:
         return slot
 
     def _fill(self) -> None:
-        """Ask for counts and batches up to the prefetch bound."""
+        """Ask for batches up to the prefetch bound, and for the shards that come next."""
+        self._ask_for_batches()
         for shard in self.plan.wanted():
             worker = self._shard_turn % self._num_workers
             self._shard_turn += 1
             self._shard_owner[shard] = worker
             self.pool.send(worker, IndexShard(shard))
+
+    def _ask_for_batches(self) -> None:
         while len(self._pending) < self._max_pending and not self._exhausted:
             if not any(self._active) or not self.plan.ready():
                 return

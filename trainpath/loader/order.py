@@ -298,6 +298,7 @@ class ShardPlan(Plan):
         self._name = name
         self._shards = order.shards(epoch)
         self._cursor = start.samples
+        self._first_window = start.window
         self._next_window = start.window
         self._next_start = start.window_start
         self._windows: deque[_Window] = deque()
@@ -320,9 +321,13 @@ class ShardPlan(Plan):
     def wanted(self) -> list[int]:
         """Return the shards ahead that were not returned before, known or not.
 
-        Known ones too: they may have to be fetched again in a later epoch.
+        Known ones too: they may have to be fetched again in a later epoch. As long as the
+        first batch waits, only its own window is wanted: on a narrow link, fetching the next
+        ones at the same time would double that wait.
         """
-        last = min(self._next_window + self._ahead + 1, self._order.num_windows)
+        begun = self._next_window > self._first_window
+        last = self._next_window + (self._ahead if begun else 0) + 1
+        last = min(last, self._order.num_windows)
         wanted = []
         for window in range(self._next_window, last):
             for shard in self._shards_of(window):
