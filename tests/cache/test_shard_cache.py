@@ -353,6 +353,21 @@ def test_good_object_of_another_boot(make, put, server, files):
     assert server.gets() == 1
 
 
+def test_what_cannot_be_opened(make, put, files, caplog):
+    """An object that the disk refuses to open (here: a directory in its place) passes through."""
+    url, data = put()
+    cache = make()
+    cache.open(url).close()
+    path = files("objects")[0]
+    path.unlink()
+    path.mkdir()
+
+    assert read(cache, url) == data
+
+    assert cache.stats().degraded
+    assert "Is a directory" in caplog.text
+
+
 @pytest.mark.parametrize("size", [0, 99_999, 100_001])
 def test_wrong_length(size, make, put, server, files):
     """A file that has not its length is never served, whatever its boot."""
@@ -491,6 +506,27 @@ def test_locks_that_do_nothing(make, put, monkeypatch, files, caplog):
     assert len(files("objects")) == 5
     assert files("downloads") == []
     assert "locks do not work" in caplog.text
+
+
+def test_comings_and_goings(tmp_path, put, files):
+    """Processes' sessions that end while others look for dead ones disturb nobody."""
+    url, data = put(size=100)
+    failed = []
+
+    def come_and_go():
+        for _ in range(15):
+            with ShardCache(tmp_path / "cache", min_free_bytes=0, revalidate="never") as cache:
+                if read(cache, url) != data or cache.stats().degraded:
+                    failed.append(cache)
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert failed == []
+    assert files("sessions") == files("downloads") == []
 
 
 def test_threads_of_one_process(make, put, server):

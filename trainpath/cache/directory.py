@@ -111,18 +111,11 @@ class CacheDirectory:
         self._locks_work = True
 
     def create(self) -> None:
-        """Make what is missing and prove that it can be written.
-
-        Raises:
-            OSError: It cannot.
-        """
+        """Make the folders that are missing."""
         root = Path(self._root)
         root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("downloads", "sessions", "locks", *(f"objects/{digit}" for digit in _BUCKETS)):
             (root / name).mkdir(parents=True, exist_ok=True)
-        probe = root / "downloads" / f"{secrets.token_hex(8)}-0"
-        self._locks_work = locks_work(str(probe))
-        probe.unlink()
 
     @property
     def locks_work(self) -> bool:
@@ -130,12 +123,13 @@ class CacheDirectory:
         return self._locks_work
 
     def open_session(self, started_ns: int | None) -> Session:
-        """Register this process; also remove what dead ones left.
+        """Register this process; also try the locks and remove what dead processes left.
 
         Args:
             started_ns: When the job began to use the cache (None: now).
         """
         path = f"{self._root}/sessions/{secrets.token_hex(8)}"
+        self._locks_work = locks_work(self._index_path)
         with self._index():
             self._live_reservations()
             self._in_use_since_ns()
@@ -321,7 +315,7 @@ class CacheDirectory:
                 continue
             try:
                 if self._locks_work or time.time() - os.fstat(fd).st_mtime > _ORPHAN_AGE_S:
-                    Path(path).unlink()
+                    Path(path).unlink(missing_ok=True)  # its owner may be leaving just now
                 else:
                     yield path
             finally:
@@ -348,7 +342,7 @@ class CacheDirectory:
             if freed < missing:
                 return False
             for path in chosen:
-                Path(path).unlink()
+                Path(path).unlink(missing_ok=True)
             evicted.num_objects += len(chosen)
             evicted.num_bytes += freed
             return True
@@ -360,8 +354,11 @@ class CacheDirectory:
         path = self._path(name)
         with suppress(FileNotFoundError):
             fd = open_locked(path)
-            if fd is not None:
+            if fd is None:
+                return
+            try:
                 Path(path).unlink()
+            finally:
                 close_lock(fd)
 
 

@@ -53,7 +53,8 @@ class KeepUntilFull:
     With a fresh shuffle per epoch and room for a fraction c of the set, keeping what is there
     hits c of the reads; evicting the least recently used hits c + (1 - c) ln(1 - c), for
     c = 1/2 that is 15 % instead of 50 %. Only objects that no running job has used are
-    victims, oldest first, so that the data of last week's job makes room for today's.
+    victims, oldest first, so that the data of last week's job makes room for today's. (A
+    process that keeps a cache open for weeks keeps what was used since from being evicted.)
     """
 
     def victims(

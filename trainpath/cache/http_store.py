@@ -97,7 +97,7 @@ class HttpStore:
     def __init__(
         self,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float = 30.0,
         num_retries: int = 6,
         headers: Mapping[str, str] | None = None,
         longest_pause_s: float = 10.0,

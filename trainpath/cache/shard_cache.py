@@ -97,7 +97,7 @@ class ShardCache:
         *,
         max_bytes: int | None = None,
         min_free_bytes: int | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 30.0,
         revalidate: Revalidate = "start",
         storage_options: Mapping[str, Any] | None = None,
         store: Store | None = None,
@@ -231,10 +231,7 @@ class ShardCache:
             return open_local(path)
         with stage(S.DATA_CACHE):
             key = self._key(text)
-            file = self._opener.hit(key)
-            if file is not None:
-                return file
-            file, version = self._fill(key, text)
+            file, version = self._open_cached(key, text)
             if file is not None:
                 return file
             file, num_bytes = private_copy(self._store(text), text, version)
@@ -375,15 +372,18 @@ class ShardCache:
             )
         return self._stores[scheme]
 
-    def _fill(self, key: str, url: str) -> tuple[BinaryIO | None, tuple[int, str | None] | None]:
-        """Get the object into the directory.
+    def _open_cached(
+        self, key: str, url: str
+    ) -> tuple[BinaryIO | None, tuple[int, str | None] | None]:
+        """Open an object in the directory, getting it there first.
 
         Returns:
             The open file, or None if it must pass through, then with its version if known.
         """
-        if self._is_degraded():
-            return None, None
         try:
+            file = self._opener.hit(key)
+            if file is not None or self._is_degraded():
+                return file, None
             self._register()
             return self._opener.fill(key, url)
         except DeadlineError as error:
@@ -399,7 +399,7 @@ class ShardCache:
         if self._disk.lookup(key) and self._revalidate != "open":
             return  # its version is checked when it is opened
         try:
-            file, _ = self._fill(key, url)
+            file, _ = self._open_cached(key, url)
         except ClosedError:
             return
         if file is not None:
