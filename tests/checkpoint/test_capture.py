@@ -68,5 +68,5 @@ def test_sharded_tensors_are_refused_clearly():
 
     model = nn.Module()
     model.register_buffer("shard", torch.ones(2).as_subclass(DTensor))
-    with pytest.raises(ConfigError, match="torch.distributed.checkpoint.save"):
-        take_apart({"model": model}, set())
+    with pytest.raises(ConfigError, match=r"torch\.distributed\.checkpoint\.save"):
+        _ = [leaf.is_tensor for leaf in take_apart({"model": model}, set())[0].leaves]

@@ -102,7 +102,7 @@ def _train_and_die(directory, at, kill):
 
 
 def _run_until_killed(directory, at, kill):
-    with pytest.raises(SpawnError, match="SIGKILL|signal 9|killed"):
+    with pytest.raises(SpawnError, match=r"SIGKILL|signal 9|killed"):
         spawn(_train_and_die, 1, args=(str(directory), at, kill), backend=None)
 
 
@@ -143,9 +143,9 @@ def test_the_writer_outlives_its_trainer(tmp_path, at):
     assert _check_directory(directory, {2}) == 2, "the next run waits for the writer"
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 10
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not os.path.exists(f"/proc/{pid}"), "the writer ends by itself"
+    assert not Path(f"/proc/{pid}").exists(), "the writer ends by itself"
 
 
 def _save_forever(directory):

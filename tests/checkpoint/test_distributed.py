@@ -111,7 +111,7 @@ def _refusals(manager, directory):
         manager.restore({"model": odd})
     # Other tensors on one rank: told instead of saved by halves.
     handle = manager.save(3, {"model": odd})
-    with pytest.raises(CheckpointWriteError, match="other names, shapes|gave this checkpoint up"):
+    with pytest.raises(CheckpointWriteError, match=r"other names, shapes|gave this checkpoint up"):
         handle.durable.wait(20)
     with pytest.raises(CheckpointWriteError):
         manager.wait_until_finished()
@@ -161,6 +161,7 @@ def test_two_ranks_write_halves_that_one_or_two_can_read(tmp_path, stock, assert
     assert 0.9 < sizes[0] / sizes[1] < 1.12
     manifest = json.loads((folder / "trainpath.manifest.json").read_text())
     assert manifest["rank_local"] == ["own", "rng"]
+    assert not [path.name for path in directory.glob(".*")]
     names = {path.name for path in folder.iterdir()}
     assert names == manifest["files"].keys() | {"trainpath.manifest.json"}
 

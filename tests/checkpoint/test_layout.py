@@ -66,10 +66,11 @@ def test_every_tensor_has_one_home_and_the_load_is_even(sizes, world_size):
             end = slot.offset + slot.frame.length
             assert plan.slots[plan.homes[slot.leaf][0]][plan.homes[slot.leaf][1]] is slot
             assert rank == 0 or leaves[slot.leaf].balanced
-            load[rank] += slot.frame.num_bytes
+            load[rank] += slot.frame.length
         assert plan.sizes[rank] >= end
-    fixed = sum(4 * size for size, balanced in sizes if not balanced)
-    largest = max(4 * size for size, _ in sizes)
+    lengths = [(frame(torch.float32, (size,)).length, balanced) for size, balanced in sizes]
+    fixed = sum(length for length, balanced in lengths if not balanced)
+    largest = max(length for length, _ in lengths)
     assert max(load) - min(load) <= max(largest, fixed)
 
 

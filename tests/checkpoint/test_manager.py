@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from trainpath.errors import (
 )
 from trainpath.metrics import StepClock
 from trainpath.metrics import segments as S
+
+GLOBAL_NUMPY = np.random.rand
 
 OPTIMIZERS = {
     "sgd-momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -226,11 +229,11 @@ def test_stateful_values_and_generators_return(tmp_path):
     state = {"counter": Counter(5), "rng": RandomState(), "epoch": 3, "settings": {"a": [1, 2]}}
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state)
-        drawn = random.random(), np.random.rand(), torch.rand(1).item()
+        drawn = random.random(), GLOBAL_NUMPY(), torch.rand(1).item()
         state["counter"].value = 0
         state |= {"epoch": 0, "settings": None}
         assert manager.restore(state) == 1
-    assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
+    assert (random.random(), GLOBAL_NUMPY(), torch.rand(1).item()) == drawn
     assert state["counter"].value == 5
     assert state["epoch"] == 3
     assert state["settings"] == {"a": [1, 2]}
@@ -324,10 +327,13 @@ def test_memory_descriptors_and_threads_stay_constant(tmp_path, training):
     """Thirty saves leave as many descriptors, mappings and threads as three."""
     first = training()
 
+    def descriptors(pid):
+        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
     def held():
-        with open("/proc/self/maps") as file:
-            maps = sum("trainpath-ckpt" in line for line in file)
-        return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        maps = sum("trainpath-ckpt" in line for line in lines)
+        return descriptors("self"), maps, threading.active_count()
 
     with CheckpointManager(tmp_path) as manager:
         seen = []
@@ -340,12 +346,12 @@ def test_memory_descriptors_and_threads_stay_constant(tmp_path, training):
         manager.wait_until_finished(30)
         assert seen[0] == seen[-1]
         pid = manager._writer.pid
-        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+        before = descriptors(pid)
         manager.save(30, first.state).durable.wait(30)
-        assert len(os.listdir(f"/proc/{pid}/fd")) == descriptors
+        assert descriptors(pid) == before
         assert manager._writer.num_started == 1
     assert threading.active_count() < seen[0][2]
-    assert not os.path.exists(f"/proc/{pid}")
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_retention_keeps_the_newest_and_points_to_the_last(tmp_path, training):

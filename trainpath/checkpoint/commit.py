@@ -23,7 +23,6 @@ from trainpath.checkpoint.retention import (
     discard,
     prune,
     step_name,
-    temporary_name,
 )
 from trainpath.checkpoint.template import END, PREFIX, fill, mapping, piece
 
@@ -250,12 +249,6 @@ def finish(job: dict[str, Any], step: Callable[[str], None]) -> None:
             path.unlink(missing_ok=True)
         step("prune")
         prune(directory, keep=job["keep"], committed=job["step"])
-        # Other ranks may be writing the next save by now; only older ones are leftovers.
-        run, _, attempt = job["token"].rpartition("-")
-        for path in directory.glob(f".tmp-step-*-{run}-*"):
-            parts = path.name.split("-")
-            if (int(parts[2]), int(parts[-1])) < (job["step"], int(attempt)):
-                discard(path)
         step("fsync pruned")
         sync_directory(directory)
 

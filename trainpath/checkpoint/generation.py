@@ -103,6 +103,7 @@ class Generation:
         late: Views of the image with the live tensors to copy into them.
         values: The small values.
         began_ns: When `save()` was called.
+        handed_over: Whether the writer was told.
         finished: Set when it is committed or failed, and the image is free again.
     """
 
@@ -112,6 +113,7 @@ class Generation:
     late: list[tuple[torch.Tensor, torch.Tensor]]
     values: list[Values]
     began_ns: int
+    handed_over: bool = False
     finished: threading.Event = field(default_factory=threading.Event)
     _events: dict[torch.device, Any] = field(default_factory=dict)
 

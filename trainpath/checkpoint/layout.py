@@ -223,7 +223,7 @@ def _owners(leaves: Sequence[Leaf]) -> list[int]:
 def _divide(leaves: Sequence[Leaf], owners: Sequence[int], world_size: int) -> dict[int, int]:
     def size(index: int) -> int:
         tensor = leaves[index].value
-        return int(tensor.numel() * tensor.element_size())
+        return frame(tensor.dtype, tuple(tensor.shape)).length
 
     unique = [index for index, owner in enumerate(owners) if index == owner]
     ranks = {index: 0 for index in unique if not leaves[index].balanced}

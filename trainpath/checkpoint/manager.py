@@ -348,6 +348,7 @@ class CheckpointManager:
             "values": data,
             "groups": groups,
         }
+        generation.handed_over = True
         reply = self._writer.write(job, [image.fd], timeout_s=self._timeout_s + _MARGIN_S)
         handle = generation.handle
         handle.num_bytes = reply["bytes"]
@@ -376,15 +377,16 @@ class CheckpointManager:
         _log.error("%s", error)
         self._error = error
         generation.fail(error)
-        # The other ranks must not wait for what will not come.
-        job = self._job(generation)
+        # The other ranks must not wait for what will not come. A save that got as far as its
+        # writer has a directory; if that is gone, rank 0 has given up already.
         folder = self.directory / temporary_name(generation.handle.step, generation.token)
         if self._rank == 0:
             discard(folder)
-        elif self.directory.exists():
+            return
+        if not generation.handed_over:
             with contextlib.suppress(OSError):
                 folder.mkdir(exist_ok=True)
-            mark_failed(folder, job, str(error))
+        mark_failed(folder, self._job(generation), str(error))
 
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Load the newest valid step, or `step`, into the objects of `state`, in place.
