@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RankFailure", "SpawnError", "spawn"]
 
-_PRELOAD = ["__main__", "torch", "torch.distributed", "trainpath.testing._rank"]
+_PRELOAD = ["torch", "torch.distributed", "trainpath.testing._rank"]
+_MAIN_MODULES = ["pytest"]
 _LEAVE_S = 2.0  # for a rank to leave, or to write the stacks of its threads
 _LOG_TAIL = 40  # lines of output shown for a rank that failed
 
@@ -232,7 +233,10 @@ class _Rank:
 
     def __init__(self, rank: int, job: Job) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)  # no effect once the server runs
+        # The main script, so most often pytest, is imported again by each rank; what is
+        # in the server already costs nothing there. No effect once the server runs.
+        loaded = [name for name in _MAIN_MODULES if name in sys.modules]
+        context.set_forkserver_preload([*_PRELOAD, *loaded])
         self.rank = rank
         self.outcome: Outcome | None = None
         self._why_ended: str | None = None

@@ -83,6 +83,11 @@ def _etag(data: BinaryIO) -> str:
     return f'"{digest.hexdigest()}"'
 
 
+def _version(status: os.stat_result) -> tuple[int, int, int, int]:
+    """Return what changes whenever the content of a file does."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class MemoryObjects:
     """Objects in a dict."""
 
@@ -145,10 +150,9 @@ class DirectoryObjects:
         except (FileNotFoundError, PermissionError):
             return None
         status = os.fstat(body.fileno())
-        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        etag = self._etags.get(version)
+        etag = self._etags.get(_version(status))
         if etag is None:
-            etag = self._etags[version] = _etag(body)
+            etag = self._etags[_version(status)] = _etag(body)
             body.seek(0)
         return Object(size=status.st_size, etag=etag, modified_s=status.st_mtime, body=body)
 
@@ -158,6 +162,7 @@ class DirectoryObjects:
         if path is None:
             raise PreconditionError(f"{name} leaves the served directory by a symbolic link")
         path.parent.mkdir(parents=True, exist_ok=True)
+        etag = _etag(data)
         data.seek(0)
         with tempfile.NamedTemporaryFile(
             dir=self._root, prefix=_TEMPORARY, delete=False
@@ -166,6 +171,7 @@ class DirectoryObjects:
                 while chunk := data.read(1 << 20):
                     temporary.write(chunk)
                 temporary.flush()
+                self._etags[_version(os.fstat(temporary.fileno()))] = etag
                 with self._write_lock:
                     old = self.get(name)
                     try:
@@ -177,7 +183,7 @@ class DirectoryObjects:
             except BaseException:
                 Path(temporary.name).unlink(missing_ok=True)
                 raise
-        return _etag(data)
+        return etag
 
     def delete(self, name: str) -> bool:
         """Remove an object; tell whether it was there."""
