@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import logging
@@ -174,4 +175,12 @@ class _MetadataUnpickler(pickle.Unpickler):
             return value
         if (module, name) == ("torch.serialization", "_get_layout"):
             return super().find_class(module, name)
+        if (module, name) in {("builtins", "getattr"), ("__builtin__", "getattr")}:
+            return _member  # how Python 3.11.0 to 3.11.3 pickle a member of an enumeration
         raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which no checkpoint needs")
+
+
+def _member(kind: Any, name: str) -> Any:
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"{METADATA} takes {name} from {kind}, no enumeration")
+    return kind[name]
