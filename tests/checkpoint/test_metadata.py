@@ -36,6 +36,7 @@ def test_metadata_holds_stock_classes_only(tmp_path):
         manager.save(1, {"model": model, "epoch": 4}).durable.wait(30)
     data = (tmp_path / "step-00000001" / ".metadata").read_bytes()
     names = {argument for op, argument, _ in pickletools.genops(data) if op.name == "GLOBAL"}
+    names.discard("__builtin__ getattr")  # how Python 3.11.0 to 3.11.3 pickle an enumeration
     assert names
     assert all(name.startswith("torch") for name in names)
     metadata = pickle.loads(data)
