@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,12 @@ from trainpath.errors import ConfigError
 from trainpath.metrics import NULL_CLOCK, Recorder, Report, Span, StepClock
 from trainpath.metrics import segments as S
 from trainpath.metrics.exchange import Collector, Publisher
-from trainpath.metrics.records import RankLog
+
+
+@pytest.fixture(autouse=True)
+def fresh_job(monkeypatch):
+    """Make each test a job of its own: ranks count their recorders from zero."""
+    monkeypatch.setattr("trainpath.metrics.recorder._num_made", Counter())
 
 
 def do_steps(clock, number):
@@ -171,14 +177,14 @@ def test_the_store_holds_a_bounded_amount():
     """A rank that nobody reads overwrites its own keys; the reader counts what it lost."""
     store = CountingStore()
     publisher = Publisher(store, "p", rank=1, header="")
-    collector = Collector(store, "p", {1: RankLog.empty(1, window=10)})
+    collector = Collector(store, "p", [1])
     publisher.publish(["a\n"], "status\n")
-    assert collector.fetch() == [(1, ["a", "status"])]
-    assert collector.fetch() == []
+    assert list(collector.fetch()) == [(1, ["a", "status"])]
+    assert list(collector.fetch()) == []
     for index in range(100):
         publisher.publish([f"{index}\n"], "")
 
-    fetched = collector.fetch()
+    fetched = list(collector.fetch())
 
     assert len(store.keys) == 32
     assert [lines for _, lines in fetched] == [[str(index)] for index in range(68, 100)]

@@ -11,9 +11,7 @@ import zlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trainpath.metrics.records import RankLog
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["Collector", "KeyValueStore", "Publisher"]
 
@@ -63,31 +61,29 @@ class Publisher:
 
 
 class Collector:
-    """Reads the rings of the other ranks into their logs.
+    """Reads the rings of the other ranks.
 
     Args:
         store: The job's store.
         prefix: As given to the publishers.
-        logs: The log of each rank to read.
+        ranks: The ranks to read.
 
     Attributes:
         num_lost: Slots that were overwritten before they were read.
     """
 
-    def __init__(self, store: KeyValueStore, prefix: str, logs: Mapping[int, RankLog]) -> None:
+    def __init__(self, store: KeyValueStore, prefix: str, ranks: Sequence[int]) -> None:
         self._store = store
         self._prefix = prefix
-        self._logs = logs
-        self._next = dict.fromkeys(logs, 0)
+        self._ranks = ranks
+        self._next = dict.fromkeys(ranks, 0)
         self.num_lost = 0
 
-    def fetch(self) -> list[tuple[int, list[str]]]:
-        """Return (rank, lines) of every slot that is new; never waits for one."""
-        fresh: list[tuple[int, list[str]]] = []
-        for rank in self._logs:
+    def fetch(self) -> Iterator[tuple[int, list[str]]]:
+        """Yield (rank, lines) of every slot that is new; never waits for one."""
+        for rank in self._ranks:
             while (lines := self._read_slot(rank)) is not None:
-                fresh.append((rank, lines))
-        return fresh
+                yield rank, lines
 
     def _read_slot(self, rank: int) -> list[str] | None:
         while True:

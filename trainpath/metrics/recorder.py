@@ -153,8 +153,7 @@ class Recorder:
         prefix = f"metrics/{_num_made[self._rank]}"
         _num_made[self._rank] += 1
         if self._rank == 0:
-            others = {rank: log for rank, log in self._logs.items() if rank != 0}
-            self._collector = Collector(store, prefix, others)
+            self._collector = Collector(store, prefix, range(1, self._world_size))
         else:
             header = encode_info(self._info)
             self._publisher = Publisher(store, prefix, rank=self._rank, header=header)
@@ -205,9 +204,8 @@ class Recorder:
             if self._publisher is not None and (lines or final):
                 self._publisher.publish(lines, encode_status(self._status()))
             if self._collector is not None:
-                fresh = self._collector.fetch()
-                with self._lock:
-                    for rank, text in fresh:
+                for rank, text in self._collector.fetch():
+                    with self._lock:
                         self._read_peer(self._logs[rank], text)
         except Exception as error:  # whatever a store raises when its server is gone
             self._problem("store of the job", error)
