@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import data
 
 from trainpath import _job
-from trainpath.cache import ShardCache, register_webdataset
+from trainpath.cache import register_webdataset, shared_cache
 from trainpath.comm import GradientReducer, comm_hook, watch_backward
 from trainpath.comm.stock import StockReducer
 from trainpath.config import CACHE_VARIABLE
@@ -43,9 +43,10 @@ def install_cache(loader: Any, directory: Path | None) -> None:
     if directory is None:
         return
     os.environ[CACHE_VARIABLE] = str(directory)
+    cache = shared_cache(directory)  # here, so that all workers know when the job began
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, TarDataset) and dataset.cache is None:
-        dataset.cache = ShardCache(directory)
+        dataset.cache = cache
 
 
 def install_comm(
