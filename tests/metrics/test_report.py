@@ -105,6 +105,18 @@ def test_straggler_cause_is_part_of_the_gain(logs):
     assert "rank 1 late in 10 of 10 steps" in str(report)
 
 
+def test_a_rank_that_computes_longer_is_named(logs):
+    """Where compute makes one rank late, the verdict is the straggler wait, with rank and cause."""
+    rows = [logs.segments(forward=20), logs.segments(forward=60)]
+    ranks = logs.synchronous([rows] * 5)
+    both = [logs.log_of(steps, rank=r, world_size=2) for r, steps in enumerate(ranks)]
+
+    verdict = Report.from_logs(both, world_size=2, mode="on", warmup=0).verdict
+
+    assert verdict.bottleneck == "comm.straggler"
+    assert "mostly for rank 1, which is late by forward" in verdict.text
+
+
 def test_checkpoint_cost_has_all_three_parts(logs):
     """Blocking, interference and durable time are measured from steps and spans."""
     parts = [logs.segments(forward=100)] * 10

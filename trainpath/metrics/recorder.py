@@ -181,8 +181,10 @@ class Recorder:
         """Drain, keep, write and share."""
         steps, spans = self._clock.drain(final=final)
         self._spans.extend(spans)
-        lines = [encode_step(step) for step in steps]
-        lines += [encode_span(span) for span in spans if span.segment in CKPT_SEGMENTS]
+        lines = []
+        if self._file is not None or self._publisher is not None:
+            lines = [encode_step(step) for step in steps]
+            lines += [encode_span(span) for span in spans if span.segment in CKPT_SEGMENTS]
         self._send_to_sinks(steps)
         changed = self._clock.parallelism != self._parallelism
         self._parallelism = self._clock.parallelism

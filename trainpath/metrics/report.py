@@ -21,7 +21,7 @@ from trainpath.metrics.figures import (
 )
 from trainpath.metrics.join import join
 from trainpath.metrics.records import RankLog, rank_file_name
-from trainpath.metrics.segments import NUM_SEGMENTS, SEGMENTS, STALL_SEGMENTS
+from trainpath.metrics.segments import COMM_STRAGGLER, NUM_SEGMENTS, SEGMENTS, STALL_SEGMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -218,6 +218,9 @@ class Report:
             culprits = [str(row.rank) for row in self.stragglers if row.cause == worst.name]
             who = f"on rank {', '.join(culprits[:4])} " if culprits else ""
             caused = f", and {who}it makes the others wait {worst.caused_s / self.step_s:.1%} more"
+        if worst.name == SEGMENTS[COMM_STRAGGLER] and self.stragglers:
+            row = self.stragglers[0]
+            caused = f", mostly for rank {row.rank}, which is late by {row.cause}"
         why = "which hides behind it now" if gone.next_is_hidden else "the largest that remains"
         text = (
             f"{worst.name} is the bottleneck: {worst.share:.1%} of the step{caused}. "
