@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -30,8 +32,8 @@ def _num_steps(directory):
     """Return how many operations on the disk one save makes."""
     with CheckpointManager(directory) as manager:
         replies = []
-        real = manager._writer.write
-        manager._writer.write = lambda *a, **k: replies.append(real(*a, **k)) or replies[-1]
+        real = manager._saver.writer.write
+        manager._saver.writer.write = lambda *a, **k: replies.append(real(*a, **k)) or replies[-1]
         manager.save(1, {"model": _model(1), "step": 1}).durable.wait(30)
         manager.save(2, {"model": _model(2), "step": 2}).durable.wait(30)
     shutil.rmtree(directory)
@@ -58,9 +60,9 @@ def test_a_killed_writer_is_replaced_and_writes_again(tmp_path, stock):
     directory = tmp_path / "ckpt"
     with CheckpointManager(directory, timeout_s=20) as manager:
         for at in range(1, num_steps + 1):
-            manager._writer.fault = {"at": at, "kill": "writer"}
+            manager._saver.writer.fault = {"at": at, "kill": "writer"}
             manager.save(at, {"model": _model(at), "step": at}).durable.wait(30)
-            assert manager._writer.num_started == at + 1
+            assert manager._saver.writer.num_started == at + 1
             state = {"model": _model(0), "step": 0}
             assert manager.restore(state) == state["step"] == at
             assert all(bool((param == at).all()) for param in state["model"].parameters())
@@ -74,17 +76,17 @@ def test_a_writer_that_always_dies_is_given_up(tmp_path):
     """After three deaths over one save, the save fails and the next one is tried afresh."""
     with CheckpointManager(tmp_path, timeout_s=20) as manager:
         manager.save(1, {"step": 1}).durable.wait(30)
-        real, jobs = manager._writer._exchange, []
+        real, jobs = manager._saver.writer._exchange, []
 
         def die(job, fds, deadline):
             jobs.append(job)
             return real({**job, "fault": {"at": 4, "kill": "writer"}}, fds, deadline)
 
-        manager._writer._exchange = die
+        manager._saver.writer._exchange = die
         with pytest.raises(CheckpointWriteError, match="died 3 times"):
             manager.save(2, {"step": 2}).durable.wait(30)
         assert len(jobs) == 3
-        manager._writer._exchange = real
+        manager._saver.writer._exchange = real
         with pytest.raises(CheckpointWriteError):
             manager.save(3, {"step": 3})
         manager.save(3, {"step": 3}).durable.wait(30)
@@ -95,8 +97,8 @@ def _train_and_die(directory, at, kill):
     """Save steps 1 and 2; at one operation of the second, trainer (and writer) are killed."""
     manager = CheckpointManager(directory, timeout_s=20)
     manager.save(1, {"model": _model(1), "step": 1}).durable.wait(30)
-    Path(directory, "..", "pid").write_text(str(manager._writer.pid))
-    manager._writer.fault = {"at": at, "kill": kill}
+    Path(directory, "..", "pid").write_text(str(manager._saver.writer.pid))
+    manager._saver.writer.fault = {"at": at, "kill": kill}
     manager.save(2, {"model": _model(2), "step": 2}).durable.wait(30)
     time.sleep(30)
 
@@ -154,15 +156,12 @@ def _save_forever(directory):
     for step in range(1, 100_000):
         manager.save(step, {"model": _model(step), "step": step})
         if step == 2:
-            Path(directory, "..", "pid").write_text(f"{os.getpid()} {manager._writer.pid}")
+            Path(directory, "..", "pid").write_text(f"{os.getpid()} {manager._saver.writer.pid}")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_kills_at_random_moments(tmp_path, victim):
     """A trainer or writer killed from outside leaves a newest step that is whole."""
-    import random
-    import threading
-
     directory = tmp_path / "ckpt"
     delay = random.random() * 0.2
 

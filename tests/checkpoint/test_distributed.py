@@ -118,7 +118,7 @@ def _refusals(manager, directory):
     # A rank that cannot write: nobody waits for it until the deadline.
     began = time.monotonic()
     if rank == 1:
-        manager._writer._exchange = _no_answer
+        manager._saver.writer._exchange = _no_answer
     handle = manager.save(4, {"model": model})
     with pytest.raises(CheckpointWriteError):
         handle.durable.wait(20)
@@ -126,7 +126,7 @@ def _refusals(manager, directory):
     with pytest.raises(CheckpointWriteError):
         manager.wait_until_finished()
     if rank == 1:
-        del manager._writer._exchange
+        del manager._saver.writer._exchange
     dist.barrier()
     manager.save(4, {"model": model}).durable.wait(20)
     dist.barrier()
@@ -236,7 +236,7 @@ def _lose_a_rank(directory):
 
     model, _ = _make()
     manager = CheckpointManager(directory, timeout_s=20)
-    manager._orphan_s = 0.5
+    manager._saver._common["orphan_s"] = 0.5
     manager.save(1, {"model": model}).durable.wait(20)
     dist.barrier()
     if dist.get_rank() == 1:

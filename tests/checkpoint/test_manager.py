@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 from pathlib import Path
@@ -345,11 +346,11 @@ def test_memory_descriptors_and_threads_stay_constant(tmp_path, training):
                 seen.append(held())
         manager.wait_until_finished(30)
         assert seen[0] == seen[-1]
-        pid = manager._writer.pid
+        pid = manager._saver.writer.pid
         before = descriptors(pid)
         manager.save(30, first.state).durable.wait(30)
         assert descriptors(pid) == before
-        assert manager._writer.num_started == 1
+        assert manager._saver.writer.num_started == 1
     assert threading.active_count() < seen[0][2]
     assert not Path(f"/proc/{pid}").exists()
 
@@ -377,7 +378,7 @@ def test_a_busy_manager_waits_or_raises(tmp_path, training):
     """While a write goes on, save() waits up to its deadline or, if asked to, raises at once."""
     first = training()
     with CheckpointManager(tmp_path, on_busy="raise", timeout_s=30) as manager:
-        manager._writer.fault = {"at": 3, "kill": "stop"}
+        manager._saver.writer.fault = {"at": 3, "kill": "stop"}
         handle = manager.save(1, first.state)
         with pytest.raises(DeadlineError, match="step 1"):
             manager.save(2, first.state)
@@ -385,17 +386,22 @@ def test_a_busy_manager_waits_or_raises(tmp_path, training):
             manager.wait_until_finished(0.05)
         with pytest.raises(DeadlineError, match="durable"):
             handle.durable.wait(0.05)
-        os.kill(manager._writer.pid, 18)
+        status = Path(f"/proc/{manager._saver.writer.pid}/stat")
+        deadline = time.monotonic() + 20
+        while status.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        os.kill(manager._saver.writer.pid, signal.SIGCONT)
         handle.durable.wait(30)
         assert manager.latest_step() == 1
 
 
 def test_a_hanging_writer_is_ended_at_the_deadline(tmp_path, training, monkeypatch):
     """A writer that stops answering costs that save only; the next one has a new writer."""
-    monkeypatch.setattr("trainpath.checkpoint.manager._MARGIN_S", 0.2)
+    monkeypatch.setattr("trainpath.checkpoint.saver.MARGIN_S", 0.2)
     first = training()
     with CheckpointManager(tmp_path, timeout_s=0.5) as manager:
-        manager._writer.fault = {"at": 3, "kill": "stop"}
+        manager._saver.writer.fault = {"at": 3, "kill": "stop"}
         handle = manager.save(1, first.state)
         with pytest.raises(CheckpointWriteError, match="deadline"):
             handle.durable.wait(30)

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from trainpath.checkpoint.capture import take_apart
-from trainpath.checkpoint.commit import mark_failed
-from trainpath.checkpoint.generation import Generation, Values, pack_values
+from trainpath.checkpoint.generation import Generation, Values
 from trainpath.checkpoint.handle import SaveHandle
 from trainpath.checkpoint.layout import Plan, make_plan
 from trainpath.checkpoint.lease import Lease
-from trainpath.checkpoint.metadata import describe_plan, image_name, values_name
+from trainpath.checkpoint.metadata import describe_plan
 from trainpath.checkpoint.reader import find_valid
 from trainpath.checkpoint.restore import restore_into
 from trainpath.checkpoint.retention import (
     clean_leftovers,
-    discard,
     list_steps,
     step_name,
-    temporary_name,
 )
+from trainpath.checkpoint.saver import MARGIN_S, Saver
 from trainpath.checkpoint.staging import Image, copy_into
-from trainpath.checkpoint.supervise import WriterProcess
 from trainpath.errors import (
     CheckpointWriteError,
     ClosedError,
@@ -40,9 +36,8 @@ from trainpath.errors import (
     StateMismatchError,
     TrainpathError,
 )
-from trainpath.metrics import NULL_CLOCK, Span
+from trainpath.metrics import NULL_CLOCK
 from trainpath.metrics import segments as S
-from trainpath.overlap import Background
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,11 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("trainpath.checkpoint")
-
-# How long a writer whose trainer is gone still waits for the other ranks.
-_ORPHAN_S: Final = 10.0
-# The writer tells that it missed the deadline; this much later we stop listening.
-_MARGIN_S: Final = 5.0
 
 
 class CheckpointManager:
@@ -117,11 +107,9 @@ class CheckpointManager:
         if keep < 1:
             raise ConfigError(f"keep must be at least 1 checkpoint, got {keep}")
         self.directory = Path(directory).absolute()
-        self._keep = keep
         self._clock = NULL_CLOCK if clock is None else clock
         self._timeout_s = timeout_s
         self._on_busy = on_busy
-        self._orphan_s = _ORPHAN_S
         self._group = process_group
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(process_group) if distributed else 0
@@ -132,28 +120,44 @@ class CheckpointManager:
         self._attached: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
         self._num_saves: dict[int, int] = {}
         self._current: Generation | None = None
-        self._error: CheckpointWriteError | None = None
         self._closed = False
         self._pid = os.getpid()
-        self._lease: Lease | None = None
-        self._run_id = self._take_directory()
-        self._background = Background("trainpath-ckpt-staging", depth=1)
-        self._writer = WriterProcess(inherit=(self._lease.fd,) if self._lease else ())
+        self._lease, self._run_id = self._take_directory()
+        try:
+            self._saver = Saver(
+                self.directory,
+                rank=self._rank,
+                world_size=self._world_size,
+                keep=keep,
+                clock=self._clock,
+                timeout_s=timeout_s,
+                inherit=() if self._lease is None else (self._lease.fd,),
+            )
+        except BaseException:
+            if self._lease is not None:
+                self._lease.close()
+            raise
         atexit.register(self._at_exit)
 
-    def _take_directory(self) -> str:
+    def _take_directory(self) -> tuple[Lease | None, str]:
         """Take the directory on rank 0; tell the others the name of this run, or the error."""
         outcome: list[Any] = [None, None]
+        lease = None
         if self._rank == 0:
             try:
-                self._lease = _open_directory(self.directory, self._timeout_s)
+                lease = _open_directory(self.directory, self._timeout_s)
                 outcome[0] = uuid.uuid4().hex[:12]
             except CheckpointWriteError as error:
                 outcome[1] = error
-        run_id, refusal = self._broadcast(outcome)
+        try:
+            run_id, refusal = self._broadcast(outcome)
+        except BaseException:
+            if lease is not None:
+                lease.close()
+            raise
         if refusal is not None:
             raise refusal
-        return str(run_id)
+        return lease, str(run_id)
 
     def _broadcast(self, objects: list[Any]) -> list[Any]:
         if self._world_size > 1:
@@ -303,90 +307,12 @@ class CheckpointManager:
     def _start(self, generation: Generation) -> None:
         self._current = generation
         try:
-            self._background.submit(lambda: self._work(generation), timeout_s=self._timeout_s)
+            digest = "" if self._plan is None else self._plan.digest
+            self._saver.submit(generation, digest, self._description)
         except BaseException:
             generation.fail(CheckpointWriteError("the save was interrupted before it began"))
             generation.finished.set()
             raise
-
-    def _work(self, generation: Generation) -> None:
-        """Stage and write one generation; runs on the background thread and never raises."""
-        try:
-            self._stage(generation)
-            self._write(generation)
-        except CheckpointWriteError as error:
-            self._fail(generation, error)
-        except Exception as error:
-            text = f"step {generation.handle.step} could not be saved: {error}"
-            wrapped = CheckpointWriteError(text)
-            wrapped.__cause__ = error
-            self._fail(generation, wrapped)
-        finally:
-            generation.finished.set()
-
-    def _stage(self, generation: Generation) -> None:
-        start = time.monotonic_ns()
-        generation.stage()
-        generation.handle.staged.settle()
-        generation.handle.staged.wait(0)  # raises if it was given up meanwhile
-        self._span("ckpt staging", S.CKPT_FENCE, start, time.monotonic_ns(), generation)
-
-    def _span(self, lane: str, segment: int, start: int, end: int, generation: Generation) -> None:
-        name = f"step {generation.handle.step}"
-        self._clock.add_span(
-            Span(lane=lane, segment=segment, start_ns=start, end_ns=end, name=name)
-        )
-
-    def _write(self, generation: Generation) -> None:
-        image = generation.image
-        data, groups = pack_values(generation.values, values_name(self._rank))
-        job = self._job(generation) | {
-            "image_name": image_name(self._rank),
-            "image_size": image.size,
-            "payloads": image.payloads,
-            "values_name": values_name(self._rank),
-            "values": data,
-            "groups": groups,
-        }
-        generation.handed_over = True
-        reply = self._writer.write(job, [image.fd], timeout_s=self._timeout_s + _MARGIN_S)
-        handle = generation.handle
-        handle.num_bytes = reply["bytes"]
-        handle.durable_ns = reply["durable_ns"] - generation.began_ns
-        self._span(
-            "ckpt writer", S.CKPT_BACKPRESSURE, reply["start_ns"], reply["durable_ns"], generation
-        )
-        handle.durable.settle()
-
-    def _job(self, generation: Generation) -> dict[str, Any]:
-        return {
-            "directory": str(self.directory),
-            "step": generation.handle.step,
-            "token": generation.token,
-            "rank": self._rank,
-            "world_size": self._world_size,
-            "keep": self._keep,
-            "timeout_s": self._timeout_s,
-            "orphan_s": self._orphan_s,
-            "plan_digest": "" if self._plan is None else self._plan.digest,
-            "metadata": self._description,
-            "torch": str(torch.__version__),
-        }
-
-    def _fail(self, generation: Generation, error: CheckpointWriteError) -> None:
-        _log.error("%s", error)
-        self._error = error
-        generation.fail(error)
-        # The other ranks must not wait for what will not come. A save that got as far as its
-        # writer has a directory; if that is gone, rank 0 has given up already.
-        folder = self.directory / temporary_name(generation.handle.step, generation.token)
-        if self._rank == 0:
-            discard(folder)
-            return
-        if not generation.handed_over:
-            with contextlib.suppress(OSError):
-                folder.mkdir(exist_ok=True)
-        mark_failed(folder, self._job(generation), str(error))
 
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Load the newest valid step, or `step`, into the objects of `state`, in place.
@@ -456,7 +382,7 @@ class CheckpointManager:
         self._raise_pending()
 
     def _raise_pending(self) -> None:
-        error, self._error = self._error, None
+        error, self._saver.error = self._saver.error, None
         if error is not None:
             raise error
 
@@ -476,8 +402,7 @@ class CheckpointManager:
         self._closed = True
         atexit.unregister(self._at_exit)
         try:
-            self._drain(self._timeout_s + 2 * _MARGIN_S)
-            self._background.close()
+            self._drain(self._timeout_s + 2 * MARGIN_S)
         finally:
             self._release()
         self._raise_pending()
@@ -486,7 +411,7 @@ class CheckpointManager:
         for _, hook in self._attached.values():
             hook.remove()
         self._attached.clear()
-        self._writer.close()
+        self._saver.close()
         if self._image is not None:
             self._image.close()
         if self._lease is not None:
