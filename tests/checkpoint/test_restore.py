@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from trainpath.checkpoint import CheckpointManager
+from trainpath.checkpoint import CheckpointManager, RandomState
 from trainpath.checkpoint.reader import verify
 from trainpath.errors import (
     CheckpointCorruptError,
@@ -205,3 +205,35 @@ def test_the_manifest_covers_every_byte(two_steps):
     for name, record in manifest["files"].items():
         covered = sum(length for _, length, _ in record["pieces"])
         assert covered == record["size"] == (folder / name).stat().st_size
+
+
+def test_a_restored_run_continues_with_the_same_losses(tmp_path, training):
+    """From any saved step on, dropout and all, the losses are bitwise those of the whole run."""
+    whole = training()
+    torch.manual_seed(7)
+    with CheckpointManager(tmp_path, keep=20) as manager:
+        losses = []
+        for step in range(10):
+            manager.save(step, whole.state | {"rng": RandomState(), "batches": Batches(whole)})
+            losses.append(whole.step())
+        manager.wait_until_finished(30)
+        for step in (0, 3, 9):
+            other = training(seed=step + 1)
+            for _ in range(step):
+                other.step()
+            state = other.state | {"rng": RandomState(), "batches": Batches(other)}
+            assert manager.restore(state, step) == step
+            assert [other.step() for _ in range(step, 10)] == losses[step:]
+
+
+class Batches:
+    """The position of a training's batches, as a `Stateful`."""
+
+    def __init__(self, owner):
+        self._generator = owner._batches
+
+    def state_dict(self):
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state_dict):
+        self._generator.set_state(state_dict["generator"])
