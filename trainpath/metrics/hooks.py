@@ -79,6 +79,7 @@ class OptimizerHooks:
     ) -> None:
         self._clock = clock
         self._on_step = on_step
+        self._stepping: set[int] = set()
         self._handles: list[RemovableHandle] = []
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -86,15 +87,28 @@ class OptimizerHooks:
             self._handles.append(optimizer.register_step_post_hook(self._after_other_step))
         self._handles.append(optimizers[-1].register_step_post_hook(self._after_step))
 
-    def _before_step(self, *_args: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
+        self._stepping.add(id(optimizer))
         self._clock.switch(S.OPTIMIZER)
 
-    def _after_other_step(self, *_args: Any) -> None:
-        self._clock.switch(S.PYTHON)
+    def _ends_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this is the first post hook of a step.
 
-    def _after_step(self, *_args: Any) -> None:
-        self._clock.end_step()
-        self._on_step()
+        torch calls the hooks once more for each `super().step()` of an optimizer's class.
+        """
+        if id(optimizer) not in self._stepping:
+            return False
+        self._stepping.discard(id(optimizer))
+        return True
+
+    def _after_other_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
+        if self._ends_step(optimizer):
+            self._clock.switch(S.PYTHON)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
+        if self._ends_step(optimizer):
+            self._clock.end_step()
+            self._on_step()
 
     def close(self) -> None:
         """Remove the hooks; safe to call twice."""
