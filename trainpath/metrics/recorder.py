@@ -168,7 +168,7 @@ class Recorder:
                 requested = self._num_requested
             final = self._reason is not None
             try:
-                self._cycle(final=final)
+                self._cycle(final=final, asked=requested != self._num_served)
             except Exception as error:
                 self._problem("helper thread", error)
             with self._served:
@@ -177,7 +177,7 @@ class Recorder:
             if final:
                 return
 
-    def _cycle(self, *, final: bool) -> None:
+    def _cycle(self, *, final: bool, asked: bool = False) -> None:
         """Drain, keep, write and share."""
         steps, spans = self._clock.drain(final=final)
         self._spans.extend(spans)
@@ -191,7 +191,7 @@ class Recorder:
         with self._lock:
             own = self._logs[self._rank]
             own.add(steps, spans)
-            own.status = status = self._status()
+            own.status = status = self._status(fresh=asked or final)
         if changed and not final:
             lines.append(encode_status(status))
         self._write(lines)
@@ -236,7 +236,7 @@ class Recorder:
         text = str(error).partition("\n")[0][:200]
         self._problems.setdefault(where, f"{where}: {type(error).__name__}: {text}")
 
-    def _status(self) -> RankStatus:
+    def _status(self, *, fresh: bool = False) -> RankStatus:
         lost = self._collector.num_lost if self._collector is not None else 0
         problems = list(self._problems.values())
         if lost:
@@ -249,7 +249,7 @@ class Recorder:
             elapsed_ns=self._costs.elapsed_ns(),
             clock_ns=self._costs.clock_ns(),
             helper_ns=self._costs.helper_ns(self._thread),
-            cpu_stall_us=self._costs.cpu_stall_us(),
+            cpu_stall_us=self._costs.cpu_stall_us(fresh=fresh),
             reason=self._reason,
             problems=tuple(problems),
         )
@@ -411,7 +411,8 @@ class _Costs:
         self._switches = clock.num_switches
         self._steps = clock.step_count
         self._switch_ns, self._step_ns = _calibrate()
-        self._stall_us = _cpu_stall_us()
+        self._stall_us = self._stall_now_us = _cpu_stall_us()
+        self._stall_read_ns = self._begin_ns
         self._helper_ns = 0
 
     def elapsed_ns(self) -> int:
@@ -427,9 +428,14 @@ class _Costs:
             self._helper_ns = time.thread_time_ns()
         return self._helper_ns
 
-    def cpu_stall_us(self) -> int:
-        now = _cpu_stall_us()
-        return -1 if now < 0 or self._stall_us < 0 else now - self._stall_us
+    def cpu_stall_us(self, *, fresh: bool) -> int:
+        # The kernel takes 0.2 ms to answer: asked every ten seconds, and for a report.
+        now_ns = time.monotonic_ns()
+        if fresh or now_ns - self._stall_read_ns > 10**10:
+            self._stall_read_ns = now_ns
+            self._stall_now_us = _cpu_stall_us()
+        known = self._stall_us >= 0 and self._stall_now_us >= 0
+        return self._stall_now_us - self._stall_us if known else -1
 
 
 def _calibrate() -> tuple[float, float]:
