@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 import time
 import zlib
 from pathlib import Path
@@ -283,7 +284,7 @@ def _assemble(
 
     A group of values that is equal on all ranks is taken from rank 0 only.
     """
-    plan = job["metadata"]
+    plan = pickle.loads(job["metadata"])
     templates = plan["templates"]
     entries, paths, storage = list(plan["entries"]), list(plan["paths"]), list(plan["storage"])
     files: dict[str, Any] = {}

@@ -19,6 +19,8 @@ __all__ = ["Lease"]
 _log = logging.getLogger("trainpath.checkpoint")
 
 _POLL_S = 0.02
+# Patience with a holder that the kernel does not name (other host, stacked file system).
+_UNKNOWN_S = 30.0
 
 
 class Lease:
@@ -51,9 +53,11 @@ class Lease:
             raise
 
     def _take(self, directory: Path, deadline: float) -> None:
+        unknown = min(deadline, time.monotonic() + _UNKNOWN_S)
         while not self._try():
             holder = self._holder()
-            if (holder is not None and _lives(holder)) or time.monotonic() > deadline:
+            patience = unknown if holder is None else deadline
+            if (holder is not None and _lives(holder)) or time.monotonic() > patience:
                 raise CheckpointWriteError(
                     f"{directory} is in use by another CheckpointManager "
                     f"(process {holder or 'unknown'}); close it, or use another directory"

@@ -115,7 +115,7 @@ class CheckpointManager:
         self._rank = dist.get_rank(process_group) if distributed else 0
         self._world_size = dist.get_world_size(process_group) if distributed else 1
         self._plan: Plan | None = None
-        self._description: dict[str, Any] | None = None
+        self._description: bytes | None = None
         self._image: Image | None = None
         self._attached: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
         self._num_saves: dict[int, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,8 +52,8 @@ def index_piece(tensor: torch.Tensor | None) -> bytes:
     return piece(None if tensor is None else torch.Size([0] * tensor.dim()))
 
 
-def describe_plan(plan: Plan, leaves: Sequence[Leaf]) -> dict[str, Any]:
-    """Return all that the writer needs to make `.metadata`, as plain bytes.
+def describe_plan(plan: Plan, leaves: Sequence[Leaf]) -> bytes:
+    """Return all that the writer needs to make `.metadata`, pickled once for all saves.
 
     Args:
         plan: Where every tensor goes.
@@ -80,13 +81,15 @@ def describe_plan(plan: Plan, leaves: Sequence[Leaf]) -> dict[str, Any]:
                 fill(templates["storage"], *where),
             )
         )
-    return {
-        "templates": templates,
-        "object": piece(BytesStorageMetadata()),
-        "entries": entries,
-        "paths": paths,
-        "storage": storage,
-    }
+    return pickle.dumps(
+        {
+            "templates": templates,
+            "object": piece(BytesStorageMetadata()),
+            "entries": entries,
+            "paths": paths,
+            "storage": storage,
+        }
+    )
 
 
 def _root() -> Metadata:

@@ -86,9 +86,7 @@ class Saver:
         self._background = Background("trainpath-ckpt-staging", depth=1)
         self.writer = WriterProcess(inherit=inherit)
 
-    def submit(
-        self, generation: Generation, plan_digest: str, description: dict[str, Any] | None
-    ) -> None:
+    def submit(self, generation: Generation, plan_digest: str, description: bytes | None) -> None:
         """Stage and write `generation` in the background; one at a time.
 
         Args:
