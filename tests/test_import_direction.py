@@ -41,7 +41,7 @@ ALLOWED = {
 }
 
 # Private modules beside the packages: the layer that each is a piece of.
-PRIVATE = {"_inert_hook": "_core", "_job": "run", "_parts": "run"}
+PRIVATE = {"_inert_hook": "_core", "_job": "run", "_parts": "run", "_run_loader": "run"}
 
 
 def module_name(path: Path) -> str:
