@@ -76,10 +76,6 @@ class BucketPipeline:
         """Buckets launched in this backward."""
         return len(self._works)
 
-    def holds(self, index: int) -> bool:
-        """Whether parameter `index` is in a bucket."""
-        return self._bucket_of[index] >= 0
-
     def reset(self) -> None:
         """Forget the backward pass; only when none of its collectives is in flight."""
         self.fires: list[int] = [0] * len(self._parameters)

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from trainpath._inert_hook import InertHook
 from trainpath.comm._autograd import GradientHooks, at_end_of_backward, inside_backward
 from trainpath.comm._eligible import check_reducible
-from trainpath.comm.buckets import Verdict, assign
+from trainpath.comm.buckets import Verdict
 from trainpath.comm.collectives import Peers
-from trainpath.comm.pipeline import BucketPipeline
+from trainpath.comm.plan import Plan
 from trainpath.comm.replica import check_same, describe
 from trainpath.errors import ClosedError, ConfigError, PeerError, UnreducedGradientError
 from trainpath.metrics import NULL_CLOCK
@@ -100,8 +100,6 @@ class GradientReducer:
             raise ConfigError("bucket_cap_mb, first_bucket_mb and timeout_s must be above 0")
         check_reducible(model, GradientReducer)
         self._model = model
-        self._caps = (int(first_bucket_mb * _MB), int(bucket_cap_mb * _MB))
-        self._overlap = overlap
         self._peers = Peers.of(process_group, timeout_s=timeout_s)
         self._alone = self._peers.world_size == 1
         self._clock = NULL_CLOCK if clock is None else clock
@@ -117,7 +115,6 @@ class GradientReducer:
         )
         count = len(self._parameters)
         self._step = 0
-        self._num_plans = 0
         self._bytes_reduced = 0
         self._sync = True  # outside no_sync()
         self._forward_sync = True  # the last forward pass was outside no_sync()
@@ -129,14 +126,20 @@ class GradientReducer:
         self._open = False  # peers count on the collectives of a backward that has begun
         self._stopped: str | None = None
         self._verdict = Verdict.good()
-        self._order: list[int] | None = None
-        self._expected: list[int] | None = None
         self._handles: list[RemovableHandle] = []
         self._hooks = GradientHooks(self)
+        self._plan = Plan(
+            self._parameters,
+            self._names,
+            first_cap_bytes=int(first_bucket_mb * _MB),
+            cap_bytes=int(bucket_cap_mb * _MB),
+            overlap=overlap,
+            peers=self._peers,
+        )
         if not self._alone:
             self._adopt_rank_0()
-        self._trained = [p.requires_grad for p in self._parameters]
-        self._pipeline = self._plan()
+        self._pipeline = self._plan.build(self._used)
+        self._pipeline.flights.clock = self._clock
         self._attach()
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -144,32 +147,12 @@ class GradientReducer:
         return {name: buffer for name, buffer in named if name not in self._ignored}
 
     def _adopt_rank_0(self) -> None:
-        lines = [f"settings {self._caps}, {self._broadcasts_buffers}, overlap {self._overlap}"]
+        lines = [f"settings {self._plan.settings()}, buffers {self._broadcasts_buffers}"]
         lines += describe("parameter", dict(zip(self._names, self._parameters, strict=True)))
         lines += describe("buffer", self._buffers())
         check_same(lines, self._peers, self._device)
         tensors = [*self._parameters, *self._buffers().values()]
         self._peers.broadcast(tensors, "broadcast of the model")
-
-    def _plan(self) -> BucketPipeline:
-        """Cut the trained parameters into buckets; pure, so equal on all ranks."""
-        order = self._order
-        if self._alone:
-            order = []
-        if order is None:
-            order = [i for i in reversed(range(len(self._parameters))) if self._trained[i]]
-        first_cap, cap = self._caps
-        pipeline = BucketPipeline(
-            assign(order, self._parameters, first_cap_bytes=first_cap, cap_bytes=cap),
-            self._parameters,
-            names=self._names,
-            used=self._used,
-            expected=self._expected if self._overlap else None,
-            peers=self._peers,
-        )
-        pipeline.flights.clock = self._clock
-        self._num_plans += 1
-        return pipeline
 
     # Hooks
 
@@ -198,7 +181,7 @@ class GradientReducer:
             )
         self._settle()
         self._forward_sync = self._sync
-        if self._trained != [p.requires_grad for p in self._parameters]:
+        if not self._plan.is_current():
             self._replan()
         if self._buffers_due:
             self.sync_buffers()
@@ -268,8 +251,11 @@ class GradientReducer:
         before = clock.arrive()
         try:
             pipeline.collect(self._step)
-            if self._order is None:
-                self._learn_order()
+            if not self._plan.is_learned:
+                # No gradient lives in a bucket between two backward passes, so this is safe
+                # with gradients accumulated or not.
+                self._plan.learn(pipeline, self._step)
+                self._rebuild()
         except BaseException as error:
             self._stopped = f"{type(error).__name__} in step {self._step}: {error}"
             raise
@@ -280,27 +266,11 @@ class GradientReducer:
         if self._verdict.is_known():
             self._raise_verdict()
 
-    def _learn_order(self) -> None:
-        """Cut the buckets anew by the order in which rank 0 got its gradients.
-
-        No gradient lives in a bucket between two backward passes, so this is safe at the end
-        of any of them, with gradients accumulated or not.
-        """
-        pipeline = self._pipeline
-        latest_first = dict.fromkeys(reversed(pipeline.history))
-        order = [index for index in reversed(latest_first) if pipeline.holds(index)]
-        planned = [i for i in reversed(range(len(self._parameters))) if pipeline.holds(i)]
-        order += [index for index in planned if index not in latest_first]
-        shared = torch.tensor(order, dtype=torch.int64, device=self._device)
-        self._peers.broadcast([shared], f"step {self._step}, order of the gradients")
-        self._order = shared.tolist()
-        self._expected = [max(1, fires) for fires in pipeline.fires]
-        self._relay(self._plan())
-
-    def _relay(self, pipeline: BucketPipeline) -> None:
-        """Replace the pipeline, keeping count and verdict of the old one."""
+    def _rebuild(self) -> None:
+        """Replace the pipeline by one of the current plan."""
         self._bytes_reduced += self._pipeline.bytes_reduced
-        self._pipeline = pipeline
+        self._pipeline = self._plan.build(self._used)
+        self._pipeline.flights.clock = self._clock
 
     def _finish_step(self) -> None:
         """Begin the next reduction with a clean slate."""
@@ -348,15 +318,13 @@ class GradientReducer:
 
     def _replan(self) -> None:
         """Parameters were frozen or unfrozen: agree with the peers and start anew."""
-        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._plan.start_anew()
         if self._alone:
             return
         named = dict(zip(self._names, self._parameters, strict=True))
         check_same(describe("parameter", named), self._peers, self._device)
         self._hook_parameters()
-        self._order = None
-        self._expected = None
-        self._relay(self._plan())
+        self._rebuild()
 
     def _raise_if_stopped(self) -> None:
         if self._stopped is not None:
@@ -445,32 +413,20 @@ class GradientReducer:
         return {
             "num_steps": self._step,
             "num_buckets": len(self._pipeline.buckets),
-            "num_plans": self._num_plans,
+            "num_plans": self._plan.num_plans,
             "bytes_reduced": reduced,
             "bytes_sent": 2 * (world - 1) * reduced // world,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plan: with it a resumed job sums in the same order from its first step."""
-        return {
-            "step": self._step,
-            "order": None if self._order is None else [self._names[i] for i in self._order],
-            "fires": self._expected,
-        }
+        return {"step": self._step, **self._plan.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the plan from `state_dict`, the same on all ranks, if it fits this model."""
         self._step = int(state_dict["step"])
-        planned = [self._names[i] for i, trained in enumerate(self._trained) if trained]
-        order = state_dict["order"]
-        fires = state_dict["fires"]
-        fits = order is not None and sorted(order) == sorted(planned)
-        if self._alone or not fits or len(fires) != len(self._names):
-            return
-        index_of = {name: index for index, name in enumerate(self._names)}
-        self._order = [index_of[name] for name in order]
-        self._expected = list(fires)
-        self._relay(self._plan())
+        if self._plan.load_state_dict(state_dict):
+            self._rebuild()
 
     def close(self) -> None:
         """Remove every hook; safe to call twice. No collective."""
