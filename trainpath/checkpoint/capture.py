@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,22 +31,22 @@ class Leaf:
         value: A plain tensor (not yet copied) or any other object.
         balanced: A replicated tensor that any rank may write.
         late: Cannot change before the next fenced `optimizer.step()`.
+        is_tensor: Whether the value is stored as raw tensor bytes.
     """
 
     path: Path
     value: Any
     balanced: bool = False
     late: bool = False
+    is_tensor: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_tensor = is_plain(self.value)
 
     @property
     def key(self) -> str:
         """The flat name, as in a stock checkpoint."""
         return ".".join(map(str, self.path))
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether the value is stored as raw tensor bytes."""
-        return is_plain(self.value)
 
 
 @dataclass(slots=True)
@@ -149,11 +149,14 @@ def _module_part(name: str, module: nn.Module, fenced: set[int]) -> Part:
         for param_name, param in module.named_parameters(remove_duplicate=False)
     }
     leaves = []
-    for raw, value in module.state_dict().items():
+    # The parameters themselves: detaching thousands of them here would cost more than the rest.
+    for raw, value in module.state_dict(keep_vars=True).items():
         key = canonical(raw)
-        param = params.get(key)
-        ours = param is not None and is_plain(value) and value.data_ptr() == param.data_ptr()
-        leaves.append(Leaf((name, key), value, balanced=ours, late=ours and id(param) in fenced))
+        leaf = Leaf((name, key), value)
+        if leaf.is_tensor and params.get(key) is value:
+            leaf.balanced = True
+            leaf.late = id(value) in fenced
+        leaves.append(leaf)
     return Part(name, "module", leaves)
 
 

@@ -261,7 +261,7 @@ class CheckpointManager:
         for slot, view in zip(self._slots(), image.views, strict=True):
             leaf = tensors[slot.leaf]
             if leaf.late:
-                late.append((view, leaf.value.detach()))
+                late.append((view, leaf.value))
             else:
                 copy_into(view, leaf.value)
         values = [
