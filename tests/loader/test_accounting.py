@@ -51,13 +51,13 @@ def slow_collate(samples):
 
 
 def drain(loader, clock):
-    """Iterate over a loader, a step per batch; return the steps and the spans."""
+    """Iterate over a loader, a step per batch; return the steps and the batches' stages."""
     clock.start()
     for _ in loader:
         clock.end_step()
-    records, spans = clock.drain()
+    records, _ = clock.drain()
     assert all(sum(record.segments_ns) == record.wall_ns for record in records)
-    return records, spans
+    return records, clock.batches()
 
 
 def charged_s(records, segment):
@@ -86,7 +86,7 @@ def test_delay_lands_in_its_segment(segment, kind, num_workers):
     clock = StepClock()
     collate_fn = slow_collate if segment == S.DATA_COLLATE else None
     loader = host(Delayed(segment), kind, num_workers, clock, collate_fn)
-    records, spans = drain(loader, clock)
+    records, batches = drain(loader, clock)
     assert len(records) == 6
     steady = records[1:]  # the first step also waits for the workers to start
     # With workers the next batch is begun while this one is handed over.
@@ -94,9 +94,10 @@ def test_delay_lands_in_its_segment(segment, kind, num_workers):
     assert charged_s(steady, segment) >= share * DELAY_S * len(steady)
     assert charged_s(steady, segment) >= 0.6 * data_s(steady)
     if num_workers:
-        busy = sum(s.end_ns - s.start_ns for s in spans if s.segment == segment) / 1e9
+        stages = [stage for _, stages, _ in batches for stage in stages]
+        busy = sum(end - start for made, start, end in stages if made == segment) / 1e9
         assert busy >= 0.9 * 5 * DELAY_S
-        assert {span.lane for span in spans} == {"worker 0"}
+        assert {lane for lane, _, _ in batches} == {"worker 0"}
         assert clock.parallelism[S.DATA_DECODE] == 1
 
 
@@ -144,10 +145,10 @@ def test_prefetch_charges_the_source_as_decode(depth):
     """A wait for a prefetched iterable is charged to what the thread does."""
     clock = StepClock()
     source = torch_data.DataLoader(Delayed(S.DATA_DECODE), batch_size=2)
-    records, spans = drain(prefetch(source, depth, clock=clock), clock)
+    records, batches = drain(prefetch(source, depth, clock=clock), clock)
     assert len(records) == 6
     assert charged_s(records, S.DATA_DECODE) >= 0.8 * data_s(records)
-    assert {span.lane for span in spans} == ({"prefetch"} if depth else set())
+    assert {lane for lane, _, _ in batches} == ({"prefetch"} if depth else set())
 
 
 def test_prefetched_batches_cost_no_wait():

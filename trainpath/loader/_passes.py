@@ -13,7 +13,6 @@ from trainpath.loader._worker import BatchMessage, IndexShard, ShardMessage, Sta
 from trainpath.loader.collate import END_OF_STREAM
 from trainpath.loader.order import Plan, Planned, StreamStart
 from trainpath.metrics import segments as S
-from trainpath.metrics.clock import Span
 from trainpath.metrics.lineage import recording
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ __all__ = ["InlinePass", "LoaderStats", "PassSettings", "StreamPosition", "Worke
 _LONGEST_WAIT_S: Final = 1800.0
 # Stages kept per worker: those of a batch and of what the worker did just before it.
 _KEPT_MESSAGES: Final = 4
-_MAX_SPANS: Final = 6
 
 
 @dataclass(slots=True)
@@ -377,18 +375,10 @@ class WorkerPass:
                 reraise(self._shard_failures[shard])
 
     def _record(self, worker: int, message: BatchMessage) -> None:
-        stages = message.stages
-        self._stages[worker].append(stages)
-        totals: dict[int, list[int]] = {}
-        if len(stages) > _MAX_SPANS:
-            for segment, start, end in stages:
-                total = totals.setdefault(segment, [start, start])
-                total[1] += end - start
-            stages = [(segment, start, end) for segment, (start, end) in totals.items()]
-        clock = self._settings.clock()
-        lane, name = f"worker {worker}", f"batch {message.batch}"
-        for segment, start, end in stages:
-            clock.add_span(Span(lane, segment, start, end, name))
+        self._stages[worker].append(message.stages)
+        self._settings.clock().add_stages(
+            f"worker {worker}", message.stages, f"batch {message.batch}"
+        )
 
     def _lineage(self, worker: int) -> list[Stage]:
         """Return what the worker did lately; where it idled, the shard that was waited for."""

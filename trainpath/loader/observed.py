@@ -12,7 +12,7 @@ import torch.utils.data as torch_data
 from trainpath.errors import ConfigError, StateMismatchError
 from trainpath.loader._torch import pinned, set_worker_info
 from trainpath.metrics import segments as S
-from trainpath.metrics.clock import NULL_CLOCK, Span
+from trainpath.metrics.clock import NULL_CLOCK
 from trainpath.metrics.lineage import StageRecorder, recording
 
 if TYPE_CHECKING:
@@ -137,9 +137,7 @@ class ObservedLoader:
                 clock.got(stages)
             if stamped is None:
                 return
-            lane = f"worker {stamped.worker}"
-            for segment, start, end in stamped.stages:
-                clock.add_span(Span(lane, segment, start, end, f"batch {number}"))
+            clock.add_stages(f"worker {stamped.worker}", stamped.stages, f"batch {number}")
             number += 1
             yield stamped.batch
 

@@ -11,7 +11,7 @@ import torch
 
 from trainpath.errors import ClosedError, ConfigError, DeadlineError
 from trainpath.metrics import segments as S
-from trainpath.metrics.clock import NULL_CLOCK, Span
+from trainpath.metrics.clock import NULL_CLOCK
 from trainpath.metrics.lineage import StageRecorder, recording
 from trainpath.overlap import DevicePrefetcher
 
@@ -138,8 +138,7 @@ class Prefetcher:
                 stages = [stage for part in kept for stage in part]
             finally:
                 clock.got(stages)
-            for segment, start, end in item.stages:
-                clock.add_span(Span("prefetch", segment, start, end, f"batch {number}"))
+            clock.add_stages("prefetch", item.stages, f"batch {number}")
             if item.error is not None:
                 self._state = None
                 if isinstance(item.error, StopIteration):

@@ -531,6 +531,9 @@ class NullClock(StepClock):
     def add_span(self, span: Span) -> None:
         """Do nothing."""
 
+    def add_stages(self, lane: str, stages: Sequence[Stage], name: str = "") -> None:
+        """Do nothing."""
+
     def watch_gc(self) -> None:
         """Do nothing."""
 
