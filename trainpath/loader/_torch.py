@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,19 +12,40 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import pin_memory as _pin_memory
 from torch.utils.data._utils import worker as _worker
 
+from trainpath.errors import TrainpathError
+
 if TYPE_CHECKING:
     from typing import NoReturn
 
 __all__ = ["ExceptionWrapper", "caught", "pinned", "reraise", "seed_worker", "set_worker_info"]
 
 
+class _Failure(ExceptionWrapper):
+    """Torch's wrapper, with the message alone beside the whole traceback."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where=where)  # type: ignore[no-untyped-call]
+        self.message = str(sys.exc_info()[1])
+
+
+class _WorkerTraceback(Exception):  # noqa: N818 - it is shown as a cause, never raised
+    """The traceback of a worker as text."""
+
+
 def caught(where: str) -> ExceptionWrapper:
     """Wrap the exception being handled, with its traceback as text."""
-    return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+    return _Failure(where)
 
 
 def reraise(failure: ExceptionWrapper) -> NoReturn:
-    """Raise what was wrapped: the same type, the worker's traceback in its message."""
+    """Raise what was wrapped, of the same type.
+
+    One of ours keeps its one-line message and has the worker's traceback as its cause; any
+    other has the traceback in its message, as with torch.
+    """
+    if isinstance(failure, _Failure) and issubclass(failure.exc_type, TrainpathError):
+        cause = _WorkerTraceback(f"\n{failure.exc_msg}")
+        raise failure.exc_type(f"{failure.message} ({failure.where})") from cause
     failure.reraise()  # type: ignore[no-untyped-call]
     raise RuntimeError(failure.exc_msg)
 

@@ -230,9 +230,14 @@ class TarDataset(Dataset[Any]):
 def _expand(urls: str | Iterable[str]) -> list[str]:
     from braceexpand import braceexpand  # noqa: PLC0415  (not needed where shards are listed)
 
-    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-    expanded = [url for pattern in given for url in braceexpand(os.fspath(pattern))]
-    if not expanded:
+    try:
+        given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+        expanded = [url for pattern in given for url in braceexpand(os.fspath(pattern))]
+    except (TypeError, ValueError) as error:  # not a path, or braces that do not match
+        raise ConfigError(
+            f"urls={urls!r}: give a path or URL, braces are fine, or a list of such ({error})"
+        ) from error
+    if not expanded or not all(expanded):
         raise ConfigError("TarDataset got no shard URL; give at least one path or URL")
     missing = [url for url in expanded if (path := local_path(url)) and not path.is_file()]
     if missing:
