@@ -45,6 +45,7 @@ def test_argument_wins_over_the_directories_of_the_environment(monkeypatch):
         ({"mode": "fast"}, "mode"),
         ({"mode": None, "save_every": 0, "checkpoint_dir": "x"}, "save_every"),
         ({"mode": None, "save_every": 5}, "checkpoint_dir"),
+        ({"mode": None, "save_every": 5, "checkpoint_dir": ""}, "checkpoint_dir"),
         ({"mode": None, "keep": 0}, "keep"),
         ({"mode": None, "preempt_deadline_s": 0}, "preempt_deadline_s"),
     ],

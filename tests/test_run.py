@@ -122,6 +122,18 @@ def test_accelerating_twice_is_refused():
     trainpath.accelerate(model, optimizer, loader).close()
 
 
+@pytest.mark.parametrize("variables", [{}, {"RANK": "1"}, {"WORLD_SIZE": "two"}])
+def test_half_an_environment_of_a_job_is_refused(monkeypatch, variables):
+    """WORLD_SIZE without a meeting point is an error: each rank would train alone."""
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"WORLD_SIZE": "2", **variables}.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(ConfigError, match="start it with torchrun"):
+        trainpath.accelerate(*build())
+
+
 def test_off_has_no_report():
     """Mode off measures nothing and says so."""
     model, optimizer, loader = build()

@@ -77,7 +77,7 @@ class Settings:
             mode=os.environ.get(MODE_VARIABLE) or mode or "on",  # type: ignore[arg-type]
             metrics_dir=_path(metrics_dir, METRICS_VARIABLE),
             cache_dir=_path(cache_dir, CACHE_VARIABLE),
-            checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir),
+            checkpoint_dir=Path(checkpoint_dir) if checkpoint_dir else None,
             save_every=save_every,
             keep=keep,
             preempt_deadline_s=preempt_deadline_s,
