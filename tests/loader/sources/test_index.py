@@ -118,6 +118,34 @@ def test_what_is_no_shard_is_refused(data, says):
     assert "s3://bucket/x.tar" in str(caught.value)
 
 
+@pytest.mark.parametrize("size", [b"-0000001000\0", b"9z000000000\0"])
+def test_size_that_is_none_is_refused(size):
+    """A damaged size is an error; a negative one must not lead back to the same header."""
+    data = bytearray(tar_of([("a.txt", b"x"), ("b.txt", b"y")]))
+    data[1024 + 124 : 1024 + 136] = size
+    with pytest.raises(ShardCorruptError, match="byte 1024 has no valid size"):
+        index_tar(bytes(data), "x.tar")
+
+
+def pax_member(record):
+    """Return a tar of one member after a PAX header that holds just `record`."""
+    header = tarfile.TarInfo("pax")
+    header.type = tarfile.XHDTYPE
+    header.size = len(record)
+    block = header.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0")
+    return block + tar_of([("a.txt", b"x")])
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"13 size=-512\n", b"13 size=five\n", b"-1 path=a.b\n", b"12 \xff\xff=abc\n"],
+)
+def test_damaged_pax_records_are_refused(record):
+    """PAX records that make no sense are one clear error, whatever they hold."""
+    with pytest.raises(ShardCorruptError, match="damaged"):
+        index_tar(pax_member(record), "x.tar")
+
+
 def test_members_after_the_end_mark_are_not_read():
     """Like tarfile and webdataset, reading stops at the end mark."""
     data = tar_of([("a.txt", b"x")]) + tar_of([("b.txt", b"y")])

@@ -109,9 +109,7 @@ def _members(data: mmap.mmap | bytes, url: str) -> Iterator[_Member]:
             return
         kind = header[156:157]
         _check(header, position, url)
-        size = _number(header[124:136], position, url)
-        if "size" in records:
-            size = int(records["size"])
+        size = _size(header[124:136], records, position, url)
         start = position + _BLOCK
         position = start + size + -size % _BLOCK
         if start + size > length:
@@ -166,15 +164,23 @@ def _check(header: bytes, position: int, url: str) -> None:
         )
 
 
-def _number(field: bytes, position: int, url: str) -> int:
-    if field[0] & 0x80:  # GNU base-256, for sizes from 8 GiB on
-        return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
+def _size(field: bytes, records: dict[str, str], position: int, url: str) -> int:
+    """Return the size of a member: of its PAX record, else of its header."""
     try:
-        return int(field.split(b"\0", 1)[0].strip() or b"0", 8)
-    except ValueError as error:
+        if "size" in records:
+            size = int(records["size"])
+        elif field[0] & 0x80:  # GNU base-256, for sizes from 8 GiB on
+            size = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
+        else:
+            size = int(field.split(b"\0", 1)[0].strip() or b"0", 8)
+    except ValueError:
+        size = -1
+    if size < 0:  # going on from there could come by here again, for ever
         raise ShardCorruptError(
-            f"shard {url} is damaged: the size in the header at byte {position} is no number"
-        ) from error
+            f"shard {url} is damaged: the member at byte {position} has no valid size; "
+            "fetch or write it again"
+        )
+    return size
 
 
 def _text(raw: bytes) -> str:
@@ -197,10 +203,11 @@ def _pax(raw: bytes, url: str) -> dict[str, str]:
             space = raw.index(b" ", position)
             end = position + int(raw[position:space])
             key, _, value = raw[space + 1 : end - 1].partition(b"=")
+            name = key.decode("utf-8")
         except ValueError as error:
             raise ShardCorruptError(f"shard {url} is damaged: a PAX record is invalid") from error
         if end <= space:
             raise ShardCorruptError(f"shard {url} is damaged: a PAX record is invalid")
-        records[key.decode("utf-8")] = value.decode("utf-8", "surrogateescape")
+        records[name] = value.decode("utf-8", "surrogateescape")
         position = end
     return records
