@@ -16,7 +16,6 @@ Each error is a `TrainpathError` and also the nearest builtin, so that existing
       storage
         FetchError (OSError)                    an origin answered with an error after all retries
         CacheWriteError (OSError)               the cache directory cannot be written
-        CacheFullError (OSError)                an object is larger than the whole cache budget
       communication
         PeerError (RuntimeError)                another rank failed or left
         PeerTimeoutError (TimeoutError)         another rank did not answer in time
@@ -32,7 +31,6 @@ Each error is a `TrainpathError` and also the nearest builtin, so that existing
 from __future__ import annotations
 
 __all__ = [
-    "CacheFullError",
     "CacheWriteError",
     "CheckpointCorruptError",
     "CheckpointNotFoundError",
@@ -97,10 +95,6 @@ class FetchError(TrainpathError, OSError):
 
 class CacheWriteError(TrainpathError, OSError):
     """The cache directory cannot be created or written."""
-
-
-class CacheFullError(TrainpathError, OSError):
-    """One object is larger than the whole cache budget."""
 
 
 class PeerError(TrainpathError, RuntimeError):
