@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -134,14 +135,15 @@ def test_half_an_environment_of_a_job_is_refused(monkeypatch, variables):
         trainpath.accelerate(*build())
 
 
-def test_off_has_no_report():
-    """Mode off measures nothing and says so."""
+def test_off_reports_that_nothing_was_measured():
+    """A script that prints its report runs in mode off too, and the report says why."""
     model, optimizer, loader = build()
-    with (
-        trainpath.accelerate(model, optimizer, loader, mode="off") as run,
-        pytest.raises(ConfigError, match="off"),
-    ):
-        run.report()
+    with trainpath.accelerate(model, optimizer, loader, mode="off") as run:
+        train(model, optimizer, run.loader, steps=2)
+        report = run.report()
+
+    assert report.num_steps == 0
+    assert "off" in str(report)
 
 
 def test_restore_continues_with_the_next_sample_and_the_same_losses(tmp_path):
@@ -269,6 +271,62 @@ def test_sigterm_saves_once_and_ends_the_process(tmp_path):
     assert len(steps) == 1
     assert int(steps[0].split("-")[1]) >= 20
     assert "SIGTERM" in json.dumps(footer(tmp_path))
+
+
+def test_second_sigterm_does_not_cut_the_end_short(tmp_path):
+    """Launchers signal the ranks and their group: one that comes while closing changes nothing."""
+    again = """
+    close = run.checkpoints.close
+    run.checkpoints.close = lambda: (signal.raise_signal(signal.SIGTERM), close())
+    for (x,) in run.loader:"""
+    script = textwrap.dedent(SCRIPT).replace("import sys, time", "import signal, sys, time")
+    script = script.replace("for (x,) in run.loader:", textwrap.dedent(again))
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    process = subprocess.Popen(
+        [sys.executable, str(path), str(tmp_path), "run"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "twenty\n"
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+
+    assert process.returncode == 143
+    assert "SIGTERM" in json.dumps(footer(tmp_path))
+
+
+def test_a_fork_of_the_script_closes_nothing(tmp_path):
+    """A forked child may close the Run or end as it likes: the parent still saves."""
+    model, optimizer, loader = build()
+    with trainpath.accelerate(model, optimizer, loader, checkpoint_dir=tmp_path / "c") as run:
+        train(model, optimizer, run.loader, steps=2)
+        child = multiprocessing.get_context("fork").Process(target=run.close)
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        with pytest.raises(ClosedError, match="fork"):
+            in_a_fork(run.save)
+        train(model, optimizer, run.loader, steps=1)
+        run.save().durable.wait(20)
+        assert run.checkpoints.all_steps() == [3]
+
+
+def in_a_fork(call):
+    """Call it in a forked child and raise here what it raised there."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def target():
+        try:
+            call()
+        except Exception as error:
+            theirs.send(error)
+
+    child = context.Process(target=target)
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    if ours.poll():
+        raise ours.recv()
 
 
 @pytest.mark.parametrize(

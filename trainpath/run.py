@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import weakref
 from dataclasses import replace
@@ -18,7 +19,7 @@ from trainpath.checkpoint import CheckpointManager, RandomState
 from trainpath.checkpoint.preempt import PreemptionGuard
 from trainpath.config import Settings
 from trainpath.errors import CheckpointNotFoundError, ClosedError, ConfigError
-from trainpath.metrics import NULL_CLOCK, Recorder, StepClock
+from trainpath.metrics import NULL_CLOCK, Recorder, Report, StepClock
 from trainpath.metrics import segments as S
 from trainpath.metrics.hooks import ModelHooks, OptimizerHooks
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from trainpath.checkpoint import SaveHandle
-    from trainpath.metrics import Report
     from trainpath.types import Stateful
 
 __all__ = ["Run", "accelerate", "observe"]
@@ -186,6 +186,7 @@ class Run:
         self._stepped = False
         self._saved_step = -1
         self._closed = False
+        self._pid = os.getpid()
         atexit.register(self._at_exit)
 
     def _install(
@@ -259,7 +260,6 @@ class Run:
             deadline_s=self.settings.preempt_deadline_s,
             on_deadline=lambda: self._close_metrics("SIGTERM, deadline reached"),
         )
-        self._closables.append(self._guard)
 
     def _install_clock(
         self, model: nn.Module | None, optimizers: list[torch.optim.Optimizer]
@@ -401,13 +401,11 @@ class Run:
         """Say where the step time went, over all ranks on rank 0.
 
         No collective: rank 0 reads what the other ranks published, and says so if some of
-        it is missing after `timeout_s`.
-
-        Raises:
-            ConfigError: The mode is `off`.
+        it is missing after `timeout_s`. In mode `off` nothing is measured and the report is
+        empty, so that a script that prints it runs in every mode.
         """
         if self._recorder is None:
-            raise ConfigError("nothing is measured in mode 'off'; use 'observe' or 'on'")
+            return Report.nothing(mode=self.settings.mode, world_size=_job.world_size())
         return self._recorder.report(timeout_s=timeout_s)
 
     def close(self, *, reason: str = "end") -> None:
@@ -416,7 +414,7 @@ class Run:
         Raises:
             TrainpathError: The first error that a part still had to tell.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a fork of the script owns nothing here
             return
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -427,6 +425,9 @@ class Run:
             except Exception as error:
                 errors.append(error)
         self._close_metrics(reason)
+        # Last: until here a second signal is caught like the first, and the deadline holds.
+        if self._guard is not None:
+            self._guard.close()
         if self._model is not None:
             _accelerated.discard(self._model)
         if self._owns_group and dist.is_initialized():

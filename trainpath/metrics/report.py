@@ -141,6 +141,13 @@ class Report:
         )
 
     @classmethod
+    def nothing(cls, *, mode: str, world_size: int) -> Report:
+        """Return the report of a run that is not measured, which says so."""
+        log = RankLog.empty(0, window=1)
+        note = f"mode '{mode}' measures nothing: set TRAINPATH_MODE=observe or on"
+        return cls.from_logs([log], world_size=world_size, mode=mode, warmup=0, notes=[note])
+
+    @classmethod
     def from_logs(
         cls,
         logs: Sequence[RankLog],
