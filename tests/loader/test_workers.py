@@ -133,6 +133,31 @@ def test_timeout_is_honoured():
             os.kill(pid, signal.SIGKILL)
 
 
+class Unreadable:
+    """A key that can be sent to a worker, but not be read there."""
+
+    def __reduce__(self):
+        return os.fspath, (None,)
+
+
+def test_key_that_a_worker_cannot_read_is_an_error():
+    """A message that cannot be unpickled ends the worker at once, instead of the wait for it."""
+    keys = [0, Unreadable()]
+    loader = DataLoader(Slow(), None, sampler=keys, num_workers=1, max_respawns=0)
+    with loader, pytest.raises(WorkerDiedError, match="worker 0"):
+        list(loader)
+
+
+def test_close_ends_workers_that_are_stuck(monkeypatch):
+    """Workers that do not leave by themselves are all ended by force."""
+    monkeypatch.setattr(workers, "_JOIN_S", 0.2)
+    loader = DataLoader(Stuck(), num_workers=2)
+    next(iter(loader))
+    pids = loader.worker_pids()
+    loader.close()
+    assert not any(map(is_alive, pids))
+
+
 def test_close_joins_the_workers_and_leaves_no_descriptor():
     """After close, also in the middle of an epoch, no process and no descriptor is left."""
     gc.collect()
@@ -157,6 +182,7 @@ def test_dropped_loader_ends_its_workers():
     loader = DataLoader(Slow(), batch_size=4, num_workers=2)
     next(iter(loader))
     pids = loader.worker_pids()
+    assert all(map(is_alive, pids))
     del loader
     gc.collect()
     wait_until(lambda: not any(map(is_alive, pids)))

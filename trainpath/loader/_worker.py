@@ -206,6 +206,14 @@ class _Intake:
         self._shards: queue.SimpleQueue[int] | None = None
 
     def run(self) -> None:
+        """Receive until the channel closes: then finish the batch at hand and leave."""
+        try:
+            self._receive()
+        finally:  # also after a message that cannot be read: this worker's death tells
+            self.epoch = -1
+            self._tasks.put(None)
+
+    def _receive(self) -> None:
         sources: list[Any] = [self._channel]
         parent = _open_process(self._spec.parent_pid)
         if parent is not None:
@@ -215,9 +223,7 @@ class _Intake:
                 os._exit(1)  # the step process is gone: nobody reads what we make
             try:
                 message = self._channel.recv()
-            except EOFError:  # the pool closes: finish the batch at hand and leave
-                self.epoch = -1
-                self._tasks.put(None)
+            except EOFError:
                 return
             if isinstance(message, IndexShard):
                 self._index(message.shard)

@@ -12,6 +12,7 @@ import io
 import multiprocessing
 import os
 import signal
+import time
 import weakref
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Final
@@ -226,8 +227,9 @@ class WorkerPool:
 
     def respawn(self, worker: int) -> None:
         """Replace a dead worker by a new process."""
-        _stop(self._members[worker])
+        dead = self._members[worker]
         self._members[worker] = self._launch(worker)
+        _stop([dead])
 
     def close(self) -> None:
         """End and join all workers (by closing their channels); safe to call twice."""
@@ -238,21 +240,21 @@ class WorkerPool:
 def _end(members: list[_Member], owner: int) -> None:
     if os.getpid() != owner:
         return  # a fork of the step process: the workers are not its children
-    for member in members:
-        member.channel.hang_up()
-    for member in members:
-        _stop(member)
+    _stop(members)
     members.clear()
 
 
-def _stop(member: _Member) -> None:
-    member.channel.hang_up()
-    member.process.join(_JOIN_S)
-    if member.process.is_alive():
-        member.process.terminate()
-        member.process.join(_JOIN_S)
-    if member.process.is_alive():
-        member.process.kill()
-        member.process.join(_JOIN_S)
-    with contextlib.suppress(ValueError):
-        member.process.close()
+def _stop(members: list[_Member]) -> None:
+    """End and join processes: by closing their channels, in `_JOIN_S`, or else by force."""
+    for member in members:
+        member.channel.hang_up()
+    for force in (None, "terminate", "kill"):
+        deadline = time.monotonic() + _JOIN_S
+        alive = [member.process for member in members if member.process.is_alive()]
+        for process in alive if force else ():
+            getattr(process, force)()
+        for process in alive:
+            process.join(max(0.0, deadline - time.monotonic()))
+    for member in members:
+        with contextlib.suppress(ValueError):  # not even killed: asleep in the kernel
+            member.process.close()
