@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils import data as torch_data
 
-from trainpath.errors import StateMismatchError
+from trainpath.errors import ClosedError, StateMismatchError
 from trainpath.loader import DataLoader
 
 
@@ -53,6 +53,21 @@ class Lottery(torch_data.Sampler):
 
     def __len__(self):
         return 11
+
+
+class Moody(torch_data.Dataset):
+    """Fails at one key while it is bad."""
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, key):
+        if key == self.bad:
+            raise LookupError(f"key {key} is bad")
+        return key
 
 
 KINDS = {
@@ -156,6 +171,28 @@ def test_stateful_stream_in_workers_is_restored_not_skipped():
     with build("stateful_stream", 1) as loader:
         loader.load_state_dict(state)
         assert [batch.tolist() for batch in loader] == [[5, 6], [7, 8], [9]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batch_that_failed_was_not_delivered(num_workers):
+    """After an error the state is where it happened: the batch is made again, none is lost."""
+    with DataLoader(Moody(bad=3), batch_size=2, num_workers=num_workers) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(LookupError, match="key 3 is bad"):
+            next(batches)
+        state = loader.state_dict()
+    with DataLoader(Moody(bad=None), batch_size=2, num_workers=num_workers) as loader:
+        loader.load_state_dict(state)
+        assert [batch.tolist() for batch in loader] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_closed_loader_has_no_position():
+    """state_dict() after close() is an error, not the position of a loader that read nothing."""
+    with DataLoader(range(4)) as loader:
+        next(iter(loader))
+    with pytest.raises(ClosedError, match="before"):
+        loader.state_dict()
 
 
 def test_between_epochs_the_state_starts_the_next_one():

@@ -243,10 +243,11 @@ class WorkerPass:
             raise StopIteration
         if isinstance(message.data, ExceptionWrapper):
             reraise(message.data)
+        self._count(slot, message)
         return message.data
 
     def _wait(self) -> _Slot:
-        """Wait for the batch that is due, and account for it."""
+        """Wait for the batch that is due."""
         timeout_s = self._settings.timeout_s or _LONGEST_WAIT_S
         deadline = time.monotonic() + timeout_s
         while True:
@@ -294,12 +295,14 @@ class WorkerPass:
         slot = self._pending.pop(number)
         if self._settings.in_order:
             self._due = number + 1
+        return slot
+
+    def _count(self, slot: _Slot, message: BatchMessage) -> None:
         self.num_delivered += 1
         self._settings.stats.num_batches += 1
         self.position = slot.planned.after
-        if self.stream is not None and slot.message is not None:
-            self.stream.delivered(slot.worker, slot.message.state)
-        return slot
+        if self.stream is not None:
+            self.stream.delivered(slot.worker, message.state)
 
     def _fill(self) -> None:
         """Ask for batches up to the prefetch bound, and for the shards that come next."""

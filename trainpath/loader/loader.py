@@ -454,7 +454,11 @@ class DataLoader:
         """Return the batch in page-locked memory if that was asked for and there is a device."""
         if not self.pin_memory or not torch.cuda.is_available():
             return batch
-        return pinned(batch)
+        before = self._clock.switch(S.DATA_TRANSPORT)
+        try:
+            return pinned(batch)
+        finally:
+            self._clock.switch(before)
 
     def _release(self, running: RunningPass) -> None:
         if isinstance(running.plan, ShardPlan):
@@ -484,7 +488,10 @@ class DataLoader:
 
         Raises:
             ConfigError: With `in_order=False` there is no position.
+            ClosedError: After `close()`.
         """
+        if self._closed:
+            raise ClosedError("this DataLoader was closed; take its state before")
         if not self.in_order:
             raise ConfigError("in_order=False delivers in no fixed order: there is no position")
         if self._resume is not None:
