@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -451,3 +452,17 @@ def test_close_removes_the_fence_and_raises_what_nobody_was_told(tmp_path, train
     assert not first.optimizer._optimizer_step_pre_hooks
     with pytest.raises(ValueError, match="the script's own"), CheckpointManager(tmp_path):
         raise ValueError("the script's own")
+
+
+def test_the_writer_ends_at_once_beside_forked_workers(tmp_path):
+    """Workers forked meanwhile hold copies of its socket; close() must not wait for them."""
+    with CheckpointManager(tmp_path) as manager:
+        process = manager._saver.writer._process
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+    alive = worker.is_alive()
+    worker.kill()
+    worker.join(10)
+
+    assert alive
+    assert process.returncode == 0  # by itself: not killed after a wait

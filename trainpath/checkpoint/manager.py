@@ -137,7 +137,7 @@ class CheckpointManager:
             if self._lease is not None:
                 self._lease.close()
             raise
-        atexit.register(self._at_exit)
+        atexit.register(self.close)
 
     def _take_directory(self) -> tuple[Lease | None, str]:
         """Take the directory on rank 0; tell the others the name of this run, or the error."""
@@ -389,6 +389,11 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the CheckpointManager of {self.directory} is closed")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"the CheckpointManager of {self.directory} belongs to process {self._pid}, and "
+                "this is a fork of it: use it there, or make one here for another directory"
+            )
 
     def close(self) -> None:
         """Finish what is being written, end thread and process; safe to call twice.
@@ -397,10 +402,10 @@ class CheckpointManager:
             CheckpointWriteError: A save failed, and nobody was told yet.
             DeadlineError: A write still went on at the deadline; it was abandoned.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child has nothing to finish
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self.close)
         try:
             self._drain(self._timeout_s + 2 * MARGIN_S)
         finally:
@@ -416,10 +421,6 @@ class CheckpointManager:
             self._image.close()
         if self._lease is not None:
             self._lease.close()
-
-    def _at_exit(self) -> None:
-        if os.getpid() == self._pid:  # a forked child has nothing to finish
-            self.close()
 
     def __enter__(self) -> Self:
         return self

@@ -137,6 +137,10 @@ class WriterProcess:
     def _stop(self, *, patience_s: float = 0.0) -> int | None:
         """End the process, after `patience_s` by force; return its exit status."""
         if self._channel is not None:
+            # Processes that were forked meanwhile, such as loader workers, hold a copy of
+            # this end: closing ours alone would not tell the writer.
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)
             self._channel.close()
             self._channel = None
         process, self._process = self._process, None
