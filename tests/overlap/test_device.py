@@ -69,3 +69,13 @@ def test_cuda_delivers_every_batch_with_its_own_state():
         assert batch["x"].device.type == "cuda"
         assert batch["x"].tolist() == [index] * 4
         assert prefetcher.state_dict() == {"position": index}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_break_keeps_the_position():
+    """A loop that breaks off leaves the state at the last batch it got, not the last copied."""
+    prefetcher = DevicePrefetcher(Counting(), "cuda", depth=2)
+    for _ in prefetcher:
+        break
+    assert prefetcher.state_dict() == {"position": 1}

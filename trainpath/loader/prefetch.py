@@ -14,11 +14,10 @@ from trainpath.metrics import segments as S
 from trainpath.metrics.clock import NULL_CLOCK
 from trainpath.metrics.lineage import StageRecorder, recording
 from trainpath.overlap import DevicePrefetcher
+from trainpath.overlap.ahead import ReadAhead, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from typing_extensions import Self
 
     from trainpath.metrics.clock import StepClock
     from trainpath.metrics.lineage import Stage
@@ -75,7 +74,7 @@ class _OnDevice(DevicePrefetcher):
         self.source.clock = clock  # type: ignore[attr-defined]
 
 
-class Prefetcher:
+class Prefetcher(ReadAhead):
     """An iterable whose items are made ahead by a thread; see `prefetch`."""
 
     def __init__(
@@ -83,15 +82,11 @@ class Prefetcher:
     ) -> None:
         if depth < 0:
             raise ConfigError(f"depth must be at least 0, got {depth}")
-        self.source = source
+        super().__init__(source)
         self.clock = clock if clock is not None else NULL_CLOCK
         self._depth = depth
         self._producer: _Producer | None = None
-        self._state: dict[str, Any] | None = None
         self._closed = False
-
-    def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         if self._closed:
@@ -99,7 +94,7 @@ class Prefetcher:
         self._stop()
         if not self._depth:
             return self._inline(iter(self.source))
-        self._state = _state_of(self.source)
+        self._state = state_of(self.source)
         # The first item is made here: samplers draw from the global generator when they
         # begin, which a thread would do at a random moment of the step.
         producer = _Producer(self.source, self._depth)
@@ -148,30 +143,14 @@ class Prefetcher:
             number += 1
             yield item.value
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the source's state as of the last batch delivered.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next iteration continue from `state_dict`.
 
         Raises:
-            ConfigError: The source has no `state_dict`.
+            ConfigError: The source has no `load_state_dict`.
         """
-        state = self._state if self._state is not None else _state_of(self.source)
-        if state is None:
-            raise ConfigError(f"{type(self.source).__name__} has no state_dict(), so nor has this")
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next iteration continue from `state_dict`."""
-        load = getattr(self.source, "load_state_dict", None)
-        if load is None:
-            raise ConfigError(f"{type(self.source).__name__} has no load_state_dict()")
         self._stop()
-        load(state_dict)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the source, if it wants one."""
-        set_epoch = getattr(self.source, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+        super().load_state_dict(state_dict)
 
     def _stop(self) -> None:
         self._state = None
@@ -183,20 +162,7 @@ class Prefetcher:
         """Stop the thread and close the source if it can be closed; safe to call twice."""
         self._closed = True
         self._stop()
-        close = getattr(self.source, "close", None)
-        if close is not None:
-            close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-def _state_of(source: Any) -> dict[str, Any] | None:
-    take = getattr(source, "state_dict", None)
-    return None if take is None else take()
+        super().close()
 
 
 class _Item:
@@ -256,7 +222,7 @@ class _Producer:
             recorder.switch(S.DATA_DECODE)
             try:
                 item.value = next(self._iterator)
-                item.state = _state_of(self._source)
+                item.state = state_of(self._source)
             except BaseException as error:  # it surfaces at this position
                 item.error = error
             recorder.switch(-1)
