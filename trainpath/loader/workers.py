@@ -248,11 +248,12 @@ def _stop(members: list[_Member]) -> None:
     """End and join processes: by closing their channels, in `_JOIN_S`, or else by force."""
     for member in members:
         member.channel.hang_up()
-    for force in (None, "terminate", "kill"):
+    for force in ("", "terminate", "kill"):
         deadline = time.monotonic() + _JOIN_S
         alive = [member.process for member in members if member.process.is_alive()]
-        for process in alive if force else ():
-            getattr(process, force)()
+        for process in alive:
+            if force:
+                getattr(process, force)()
         for process in alive:
             process.join(max(0.0, deadline - time.monotonic()))
     for member in members:
