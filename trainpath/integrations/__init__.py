@@ -1,1 +1,0 @@
-"""Integrations part of trainpath."""
