@@ -53,6 +53,34 @@ def test_error_surfaces_at_close():
     background.close()
 
 
+def test_no_error_hides_another():
+    """Of two calls that failed, each is raised once, the older one first."""
+    background = Background("trainpath-test")
+    both = threading.Event()
+    background.submit(lambda: both.wait() / 0)
+    background.submit(lambda: {}["missing"])
+    both.set()
+
+    with pytest.raises(ZeroDivisionError):
+        background.close()
+    with pytest.raises(KeyError):
+        background.close()
+    background.close()
+
+
+def test_close_has_a_deadline_behind_a_full_queue():
+    """close() gives up by its deadline, by name, when a call hangs and others wait."""
+    release = threading.Event()
+    background = Background("trainpath-test", depth=1)
+    started = threading.Event()
+    background.submit(lambda: (started.set(), release.wait()))
+    assert started.wait(10)
+    background.submit(int)
+    with pytest.raises(DeadlineError, match="trainpath-test did not finish"):
+        background.close(timeout_s=0.01)
+    release.set()
+
+
 def test_full_queue_has_a_deadline():
     """A call that cannot be queued in time is refused by name, not waited for forever."""
     release = threading.Event()

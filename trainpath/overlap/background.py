@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
+from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,9 +41,11 @@ class Background:
 
     def __init__(self, name: str, *, depth: int = 2) -> None:
         self._name = name
-        self._queue: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue(depth)
+        self._queue: queue.Queue[tuple[Callable[[], Any], _SeenFuture[Any]] | None] = queue.Queue(
+            depth
+        )
         self._thread: threading.Thread | None = None
-        self._last_error: Future[Any] | None = None
+        self._failed: deque[_SeenFuture[Any]] = deque()
         self._closed = False
 
     def submit(self, call: Callable[[], T], *, timeout_s: float = 600.0) -> Future[T]:
@@ -57,7 +62,7 @@ class Background:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        future: Future[T] = _SeenFuture()
+        future: _SeenFuture[T] = _SeenFuture()
         try:
             self._queue.put((call, future), timeout=timeout_s)
         except queue.Full:
@@ -68,31 +73,48 @@ class Background:
         return future
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while not (self._closed and self._queue.empty()):
+            item = self._queue.get()
+            if item is None:
+                return
             call, future = item
             try:
                 result = call()
             except BaseException as error:  # it surfaces at the next call
-                self._last_error = future
+                self._failed.append(future)
                 future.set_exception(error)
             else:
                 future.set_result(result)
 
     def _raise_pending(self) -> None:
-        failed, self._last_error = self._last_error, None
-        if isinstance(failed, _SeenFuture) and not failed.seen:
-            failed.result()
+        while self._failed:
+            future = self._failed.popleft()
+            if not future.seen:
+                future.result()
 
     def close(self, *, timeout_s: float = 60.0) -> None:
-        """Run what is queued, end the thread, raise a pending error; safe to call twice."""
+        """Run what is queued and end the thread; safe to call twice.
+
+        Raises:
+            DeadlineError: The thread did not end within `timeout_s`.
+            Exception: An earlier call failed and nobody looked at its future.
+        """
         if not self._closed:
             self._closed = True
             if self._thread is not None:
-                self._queue.put(None, timeout=timeout_s)
-                self._thread.join(timeout_s)
-                if self._thread.is_alive():
-                    raise DeadlineError(f"{self._name} did not finish within {timeout_s:.0f} s")
+                self._end(self._thread, timeout_s)
         self._raise_pending()
+
+    def _end(self, thread: threading.Thread, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(queue.Full):  # then the thread is alive below
+            self._queue.put(None, timeout=timeout_s)
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            raise DeadlineError(
+                f"{self._name} did not finish within {timeout_s:.0f} s; its current call hangs "
+                "or is far too slow"
+            )
 
     def __enter__(self) -> Self:
         return self
