@@ -320,7 +320,7 @@ def test_bad_shard_is_one_error_at_its_place(shards, tmp_path, num_workers, cont
     with DataLoader(dataset, 4, num_workers=num_workers) as loader:
         batches = iter(loader)
         assert [next(batches).tolist() for _ in range(3)][-1] == [8, 9, 10, 11]
-        with pytest.raises(error, match=r"^shard .*s-03\.tar"):  # not a traceback first
+        with pytest.raises(error, match=r"^(shard )?\S*s-03\.tar"):  # not a traceback first
             next(batches)
 
 

@@ -6,21 +6,23 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torch.utils.data import Dataset
 
+from trainpath.cache import open_url
+from trainpath.cache.names import local_path
 from trainpath.errors import ConfigError, DecodeError, ShardCorruptError, ShardNotFoundError
 from trainpath.loader.sources._decode import AutoDecoder
 from trainpath.loader.sources._index import SampleEntry, index_tar
-from trainpath.loader.sources._open import local_path, open_shard
 from trainpath.metrics import segments as S
 from trainpath.metrics.lineage import stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from trainpath.loader.sources._open import ShardOpener
+    from trainpath.cache import ShardCache
 
 __all__ = ["TarDataset"]
 
@@ -75,7 +77,7 @@ class TarDataset(Dataset[Any]):
         self,
         urls: str | Iterable[str],
         *,
-        cache: ShardOpener | None = None,
+        cache: ShardCache | None = None,
         decode: Callable[[dict[str, Any]], Any] | str | None = "auto",
         fields: Sequence[str] | None = None,
         image: str = "pil",
@@ -188,7 +190,9 @@ class TarDataset(Dataset[Any]):
         return opened
 
     def _map(self, url: str) -> _Shard:
-        with open_shard(url, self.cache, self._storage_options) as file:
+        with stage(S.DATA_STORAGE):
+            opened = open_url(url, cache=self.cache, storage_options=self._storage_options)
+        with opened as file:
             if os.fstat(file.fileno()).st_size == 0:
                 raise ShardCorruptError(f"shard {url} is empty (0 bytes); fetch or write it again")
             with stage(S.DATA_STORAGE):
@@ -239,7 +243,7 @@ def _expand(urls: str | Iterable[str]) -> list[str]:
         ) from error
     if not expanded or not all(expanded):
         raise ConfigError("TarDataset got no shard URL; give at least one path or URL")
-    missing = [url for url in expanded if (path := local_path(url)) and not path.is_file()]
+    missing = [url for url in expanded if (path := local_path(url)) and not Path(path).is_file()]
     if missing:
         raise ShardNotFoundError(
             f"{len(missing)} of {len(expanded)} shards do not exist, the first is {missing[0]}; "
