@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from trainpath.checkpoint.wire import receive, send
+from trainpath.checkpoint.wire import is_readable, receive, send
 from trainpath.errors import CheckpointWriteError
 
 if TYPE_CHECKING:
@@ -116,13 +116,11 @@ class WriterProcess:
         channel, process = self._channel, self._process
         if channel is None or process is None:
             raise EOFError
-        channel.settimeout(_POLL_S)
-        data = pickle.dumps(job)
         channel.settimeout(max(_POLL_S, deadline - time.monotonic()))
-        send(channel, data, fds)
-        channel.settimeout(_POLL_S)
+        send(channel, pickle.dumps(job), fds)
         while True:
-            with contextlib.suppress(TimeoutError):
+            # Not by a timeout of the reading: it could go off between two parts of a message.
+            if is_readable(channel, _POLL_S):
                 reply: dict[str, Any] = pickle.loads(receive(channel)[0])
                 return reply
             if process.poll() is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 from typing import TYPE_CHECKING, Final
@@ -10,9 +11,16 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["receive", "send"]
+__all__ = ["is_readable", "receive", "send"]
 
 _LENGTH: Final = struct.Struct("<Q")
+
+
+def is_readable(channel: socket.socket, timeout_s: float) -> bool:
+    """Wait until a message, or the end, is there to be received; say whether it is."""
+    poll = select.poll()  # select() refuses descriptors above 1023
+    poll.register(channel, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
 
 
 def send(channel: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:

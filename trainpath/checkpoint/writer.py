@@ -10,7 +10,6 @@ import contextlib
 import mmap
 import os
 import pickle
-import select
 import signal
 import socket
 import time
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainpath.checkpoint import commit
 from trainpath.checkpoint.retention import discard, temporary_name
-from trainpath.checkpoint.wire import receive, send
+from trainpath.checkpoint.wire import is_readable, receive, send
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,8 +37,7 @@ def main(socket_fd: int, trainer: int) -> None:
         os.nice(10)
     channel = socket.socket(fileno=socket_fd)
     while True:
-        readable, _, _ = select.select([channel], [], [], _IDLE_S)
-        if not readable:
+        if not is_readable(channel, _IDLE_S):
             if os.getppid() != trainer:
                 return
             continue
