@@ -111,9 +111,11 @@ def comm_hook(ddp_model: DistributedDataParallel, *, clock: StepClock | None = N
     Raises:
         ConfigError: Not a DDP model, or one that has a communication hook already.
 
-    **Cost**: one Python call for each bucket; no copy, no thread.
+    Cost:
+        One Python call for each bucket; no copy, no thread.
 
-    **Guarantee**: gradients equal those of DDP without a hook to the bit.
+    Guarantee:
+        Gradients equal those of DDP without a hook to the bit.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise ConfigError(

@@ -75,13 +75,15 @@ class GradientReducer:
     of them; one broadcast of the buffers where `broadcast_buffers` says so. None in a forward
     pass without gradients, so that rank 0 may evaluate alone.
 
-    **Cost**: no thread; one flat copy of the gradients; one Python call for each parameter
-    and backward.
+    Cost:
+        No thread; one flat copy of the gradients; one Python call for each parameter and
+        backward.
 
-    **Guarantee**: all ranks hold equal gradients after each synchronised backward. If the
-    backward of a rank fails, its peers get a `PeerError` when that rank goes on (or leaves),
-    and the next step is right again; a rank that stays away costs its peers a
-    `PeerTimeoutError` after `timeout_s`, never a hang.
+    Guarantee:
+        All ranks hold equal gradients after each synchronised backward. If the backward of a
+        rank fails, its peers get a `PeerError` when that rank goes on (or leaves), and the
+        next step is right again; a rank that stays away costs its peers a
+        `PeerTimeoutError` after `timeout_s`, never a hang.
     """
 
     def __init__(

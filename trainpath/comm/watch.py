@@ -132,8 +132,9 @@ def watch_backward(parameters: Iterable[Tensor], clock: StepClock) -> BackwardWa
     Returns:
         The watch; `close()` removes its hooks.
 
-    **Cost**: one Python call for each parameter in the first three backward passes; afterwards
-    about ten for each, and all again for three when the graph begins elsewhere.
+    Cost:
+        One Python call for each parameter in the first three backward passes; afterwards
+        about ten for each pass, and all again for three when the graph begins elsewhere.
     """
     return BackwardWatch(parameters, clock)
 
