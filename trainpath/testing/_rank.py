@@ -162,13 +162,13 @@ def _call(job: Job) -> Outcome:
 
 
 def _behave_like_torchrun() -> None:
-    """Undo what the fork server changes: the default start method, and one OpenMP thread.
+    """Undo what the fork server changes: the default start method, and the OpenMP threads.
 
     Without it a data loader's workers in a rank would start by the fork server too, and
-    import torch each time.
+    import torch each time; and torch was imported before this environment was known.
     """
     multiprocessing.set_start_method(None, force=True)
-    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def _ensure_module(name: str, file: str) -> None:
@@ -212,8 +212,6 @@ def _init_process_group(job: Job) -> None:
 
     It returns when every rank has joined: no rank may fail while another still connects.
     """
-    # torch was imported by the server before it had this environment.
-    torch.set_num_threads(int(job.environ["OMP_NUM_THREADS"]))
     if job.backend is None:
         return
     rank, world_size = int(job.environ["RANK"]), int(job.environ["WORLD_SIZE"])
