@@ -23,11 +23,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainpath
 from trainpath.errors import (
+    CacheWriteError,
     CheckpointNotFoundError,
     CheckpointWriteError,
     ClosedError,
     ConfigError,
 )
+from trainpath.loader import TarDataset
 from trainpath.testing import spawn
 
 
@@ -98,6 +100,30 @@ def test_close_ends_every_thread_and_process():
     assert {thread.name for thread in threading.enumerate()} <= before
     with pytest.raises(ClosedError):
         run.save()
+
+
+def test_close_puts_the_cache_settings_back(tmp_path, monkeypatch):
+    """After close() neither the data set nor the environment speaks of the run's cache."""
+    monkeypatch.delenv("TRAINPATH_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRAINPATH_CACHE_STARTED_NS", "1")  # set by the cache, for good
+    model, optimizer, _ = build()
+    dataset = TarDataset("http://127.0.0.1:9/0.tar")
+    loader = trainpath.loader.DataLoader(dataset)
+    with trainpath.accelerate(model, optimizer, loader, cache_dir=tmp_path):
+        assert dataset.cache.directory == os.environ["TRAINPATH_CACHE_DIR"] == str(tmp_path)
+
+    assert dataset.cache is None
+    assert "TRAINPATH_CACHE_DIR" not in os.environ
+
+
+def test_unwritable_cache_directory_is_named(tmp_path):
+    """A cache that cannot be used is one error before the first step, and nothing is left."""
+    (tmp_path / "file").touch()
+    before = {thread.name for thread in threading.enumerate()}
+    with pytest.raises(CacheWriteError, match="file"):
+        trainpath.accelerate(*build(), cache_dir=tmp_path / "file")
+
+    assert {thread.name for thread in threading.enumerate()} <= before
 
 
 def test_observe_in_two_lines_reports_every_step():

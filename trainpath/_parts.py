@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,21 +33,35 @@ if TYPE_CHECKING:
 __all__ = ["device_of", "host_loader", "install_cache", "install_comm", "watch_optimizers"]
 
 
-def install_cache(loader: Any, directory: Path | None) -> None:
+def install_cache(loader: Any, directory: Path | None) -> ExitStack:
     """Let remote shards go through the cache in `directory`, if there is one.
 
     A `TarDataset` without a cache gets one; `trainpath::` URLs read the variable, in this
     process and in those it starts. webdataset, where a script uses it, learns such URLs.
+
+    Returns:
+        What puts variable and data set back when it is closed.
     """
     if "webdataset" in sys.modules:
         register_webdataset()
+    undo = ExitStack()
     if directory is None:
-        return
-    os.environ[CACHE_VARIABLE] = str(directory)
+        return undo
     cache = shared_cache(directory)  # here, so that all workers know when the job began
+    undo.callback(_set_variable, os.environ.get(CACHE_VARIABLE))
+    _set_variable(str(directory))
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, TarDataset) and dataset.cache is None:
+        undo.callback(setattr, dataset, "cache", None)
         dataset.cache = cache
+    return undo
+
+
+def _set_variable(directory: str | None) -> None:
+    if directory is None:
+        os.environ.pop(CACHE_VARIABLE, None)
+    else:
+        os.environ[CACHE_VARIABLE] = directory
 
 
 def install_comm(

@@ -87,9 +87,10 @@ def accelerate(
         ConfigError: Arguments that do not fit together, or a model accelerated twice.
         ReplicaMismatchError: The ranks hold different models.
         CheckpointWriteError: `checkpoint_dir` cannot be written.
+        CacheWriteError: `cache_dir` cannot be written.
 
     Collectives, on every rank: the broadcast and comparison of the model (`mode="on"`), and
-    with checkpoints the creation of one gloo group.
+    with checkpoints one broadcast of a short object and the creation of one gloo group.
     """
     settings = Settings.resolve(
         mode=mode,
@@ -113,7 +114,8 @@ def accelerate(
             device=device,
         )
     except BaseException:
-        run.close(reason="accelerate() failed")
+        with contextlib.suppress(Exception):  # the first error matters more
+            run.close(reason="accelerate() failed")
         raise
     return run
 
@@ -127,6 +129,9 @@ def observe(
 ) -> Run:
     """Measure a training script as it is; nothing is replaced.
 
+    Under torchrun with no process group yet, the default one is initialised, as `accelerate`
+    does. No other collective.
+
     Args:
         optimizer: The script's optimizer(s).
         loader: The script's loader; iterate `run.loader` in its place.
@@ -135,6 +140,9 @@ def observe(
 
     Returns:
         The `Run`; `run.report()` says where the step time went.
+
+    Raises:
+        ConfigError: The environment of the job or `metrics_dir` cannot be used.
     """
     settings = Settings.resolve(mode="observe", metrics_dir=metrics_dir)
     if settings.mode == "on":
@@ -143,7 +151,8 @@ def observe(
     try:
         run._install_watch(model, _as_list(optimizer), loader)  # noqa: SLF001
     except BaseException:
-        run.close(reason="observe() failed")
+        with contextlib.suppress(Exception):  # the first error matters more
+            run.close(reason="observe() failed")
         raise
     return run
 
@@ -200,7 +209,8 @@ class Run:
         device: torch.device | str | None,
     ) -> None:
         mode = self.settings.mode
-        _parts.install_cache(loader, self.settings.cache_dir if mode == "on" else None)
+        cache_dir = self.settings.cache_dir if mode == "on" else None
+        self._closables.append(_parts.install_cache(loader, cache_dir))
         self._reducer, closables = _parts.install_comm(
             model, optimizers, mode=mode, clock=self.clock, process_group=process_group
         )
