@@ -187,6 +187,21 @@ def test_batch_that_failed_was_not_delivered(num_workers):
         assert [batch.tolist() for batch in loader] == [[2, 3], [4, 5], [6, 7]]
 
 
+@pytest.mark.parametrize("kind", ["stream", "stateful_stream", "shuffle"])
+def test_loaded_state_stays_as_it_is(kind):
+    """Going on from a state does not change it: it can be loaded again."""
+    with build(kind, 0) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+    before = json.dumps(state)
+    for _ in range(2):
+        with build(kind, 0) as resumed:
+            resumed.load_state_dict(state)
+            next(iter(resumed))
+        assert json.dumps(state) == before
+
+
 def test_closed_loader_has_no_position():
     """state_dict() after close() is an error, not the position of a loader that read nothing."""
     with DataLoader(range(4)) as loader:

@@ -331,7 +331,8 @@ class DataLoader:
             plan = StreamPlan(self.batch_size)
             stream = StreamPosition([0] * max(1, self.num_workers))
             if position is not None:
-                stream = StreamPosition(position["counts"], position["turn"], position["states"])
+                counts, states = list(position["counts"]), list(position["states"])
+                stream = StreamPosition(counts, position["turn"], states)
         elif self._source is not None:
             position = ShardPosition(*(position or ()))
             plan = self._shard_plan(position)
