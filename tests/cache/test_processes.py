@@ -97,7 +97,8 @@ def test_never_over_budget(evict, put, tmp_path, start, result):
     assert not any(one["degraded"] for one in stats)
     opens = ("num_hits", "num_waits", "num_misses", "num_bypassed")
     assert sum(one[name] for one in stats for name in opens) == 4 * 2 * 6
-    assert sum(one["num_bypassed"] for one in stats) > 0
+    if not evict:  # with eviction the processes may happen to find room every time
+        assert sum(one["num_bypassed"] for one in stats) > 0
     assert (sum(one["num_evicted"] for one in stats) > 0) == evict
 
 
