@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import socket
 from pathlib import Path
 
@@ -85,6 +88,24 @@ def test_many_kept_batches_do_not_exhaust_descriptors(channels):
     assert [batch[-1].item() for batch in kept] == list(range(100))
     kept.clear()
     assert num_descriptors() == before
+
+
+def test_too_many_open_files_are_named(channels):
+    """A process that may open no more files gets an error that says so, not a wrong message."""
+    left, right = channels
+    left.send(torch.ones(20_000))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too many open files") as caught:
+            right.recv()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert caught.value.errno == errno.EMFILE
+    left.send("next")
+    assert right.recv() == "next"
 
 
 def test_end_of_the_other_side_is_eof():

@@ -10,6 +10,7 @@ the very memory that the worker wrote.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import mmap
 import os
@@ -215,14 +216,21 @@ class Channel:
 
         Raises:
             EOFError: The other side is gone and everything it sent was received.
+            OSError: This process may not open more files; the message is lost.
         """
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, _MAX_PACKET, _MAX_PASSED + 1)
+            data, fds, flags, _ = socket.recv_fds(self._socket, _MAX_PACKET, _MAX_PASSED + 1)
         except ConnectionResetError as error:
             raise EOFError("the other side of the channel is gone") from error
         if not data:
             raise EOFError("the other side of the channel is gone")
         try:
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(
+                    errno.EMFILE,
+                    "a batch could not be received: this process has too many open files; raise "
+                    "the limit (ulimit -n) or keep fewer batches",
+                )
             if data[:1] == b"i":
                 return self._unpack(memoryview(bytearray(data))[1:], fds)
             return self._unpack(self._map(fds[0], int.from_bytes(data[1:], "little")), fds[1:])
