@@ -20,6 +20,11 @@ class InertHook:
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call
 
+    @property
+    def owner(self) -> object:
+        """The object whose method it calls, if it is one; a copy has none."""
+        return getattr(self._call, "__self__", None)
+
     def __call__(self, *args: Any) -> Any:
         return None if self._call is None else self._call(*args)
 

@@ -60,4 +60,4 @@ def check_reducible(model: nn.Module, reducer: type) -> None:
 def _hook_owners(module: nn.Module) -> Iterator[object]:
     for hook in module._forward_pre_hooks.values():  # noqa: SLF001
         if isinstance(hook, InertHook):
-            yield getattr(hook._call, "__self__", None)  # noqa: SLF001
+            yield hook.owner
