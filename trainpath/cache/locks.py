@@ -45,10 +45,13 @@ def open_locked(path: str, flags: int = os.O_RDONLY) -> int | None:
     """Open `path` and lock it at once; None if somebody else holds it."""
     fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
     _held.add(fd)
-    if try_lock(fd):
-        return fd
-    close_lock(fd)
-    return None
+    is_ours = False
+    try:
+        is_ours = try_lock(fd)
+    finally:
+        if not is_ours:
+            close_lock(fd)
+    return fd if is_ours else None
 
 
 def close_lock(fd: int) -> None:

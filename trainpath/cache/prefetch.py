@@ -36,8 +36,7 @@ class Prefetcher:
         """Append `urls` to what is to be downloaded."""
         with self._lock:
             self._urls.extend(urls)
-            missing = min(len(self._urls), _THREADS) - len(self._threads)
-            for _ in range(missing):
+            for _ in range(min(len(self._urls), _THREADS - len(self._threads))):
                 thread = threading.Thread(
                     target=self._run, name="trainpath-cache-prefetch", daemon=True
                 )
