@@ -70,6 +70,19 @@ def test_every_mode_gives_the_same_losses(mode, workers):
         assert run.epoch == 1
 
 
+@pytest.mark.parametrize("mode", ["on", "observe"])
+def test_torch_compile_has_nothing_to_say_about_our_hooks(mode):
+    """A compiled model gives the same losses, measured, and no warning of the compiler."""
+    model, optimizer, loader = build()
+    expected = train(model, optimizer, loader)
+    model, optimizer, loader = build()
+    compiled = torch.compile(model, backend="eager")
+
+    with trainpath.accelerate(model, optimizer, loader, mode=mode) as run:
+        assert train(compiled, optimizer, run.loader) == expected
+        assert run.step == len(expected)
+
+
 def test_nothing_of_ours_is_left_in_the_model():
     """Type, keys, copies and pickles of the model are as without trainpath."""
     model, optimizer, loader = build()

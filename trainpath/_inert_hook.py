@@ -28,6 +28,10 @@ class InertHook:
     def __call__(self, *args: Any) -> Any:
         return None if self._call is None else self._call(*args)
 
+    # torch.compile leaves the hook out of its graphs, as after torch.compiler.disable(), which
+    # would import all of the compiler here. Without it, it tries, and warns of what we call.
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001
+
     def __deepcopy__(self, _memo: dict[int, Any]) -> InertHook:
         return InertHook()
 

@@ -428,6 +428,9 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        guard = self._guard
+        if guard is not None and not guard.requested:
+            guard.close()
         errors: list[BaseException] = []
         for part in reversed(self._closables):
             try:
@@ -435,9 +438,10 @@ class Run:
             except Exception as error:
                 errors.append(error)
         self._close_metrics(reason)
-        # Last: until here a second signal is caught like the first, and the deadline holds.
-        if self._guard is not None:
-            self._guard.close()
+        # Where a signal is the reason: until here a second one is caught like the first, and
+        # the deadline holds.
+        if guard is not None:
+            guard.close()
         if self._model is not None:
             _accelerated.discard(self._model)
         if self._owns_group and dist.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -17,12 +18,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from trainpath.checkpoint import CheckpointManager, RandomState
+from trainpath.checkpoint import manager as manager_module
 from trainpath.checkpoint import staging as staging_module
 from trainpath.errors import (
     CheckpointWriteError,
     ClosedError,
     ConfigError,
     DeadlineError,
+    PeerError,
 )
 from trainpath.metrics import StepClock
 from trainpath.metrics import segments as S
@@ -466,3 +469,19 @@ def test_the_writer_ends_at_once_beside_forked_workers(tmp_path):
 
     assert alive
     assert process.returncode == 0  # by itself: not killed after a wait
+
+
+def test_close_does_not_wait_for_a_rank_that_is_gone(tmp_path, training, monkeypatch):
+    """Where the script ends by a PeerError, a write under way is given up soon and cleaned up."""
+    monkeypatch.setattr(manager_module, "_LOST_PEER_S", 0.2)
+    monkeypatch.setattr(manager_module, "MARGIN_S", 0.5)
+    manager = CheckpointManager(tmp_path, timeout_s=600)
+    manager._saver.writer.fault = {"at": 3, "kill": "stop"}
+    manager.save(1, training().state)
+    began = time.monotonic()
+    with pytest.raises(CheckpointWriteError, match="step 1"), contextlib.ExitStack() as stack:
+        stack.callback(manager.close)
+        raise PeerError("rank 1 is gone")
+
+    assert time.monotonic() - began < 15
+    assert not list(tmp_path.iterdir())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ from trainpath.errors import (
     ClosedError,
     ConfigError,
     DeadlineError,
+    PeerError,
+    PeerTimeoutError,
     StateMismatchError,
     TrainpathError,
 )
@@ -51,6 +54,9 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("trainpath.checkpoint")
+
+# How long a write goes on that needs a rank which is known to be gone.
+_LOST_PEER_S: Final = 5.0
 
 
 class CheckpointManager:
@@ -398,6 +404,9 @@ class CheckpointManager:
     def close(self) -> None:
         """Finish what is being written, end thread and process; safe to call twice.
 
+        A write needs every rank: where the script ends because one is gone, it is given up
+        after a few seconds.
+
         Raises:
             CheckpointWriteError: A save failed, and nobody was told yet.
             DeadlineError: A write still went on at the deadline; it was abandoned.
@@ -406,8 +415,10 @@ class CheckpointManager:
             return
         self._closed = True
         atexit.unregister(self.close)
+        patience_s = min(self._timeout_s, _LOST_PEER_S) if _lost_peer() else self._timeout_s
+        self._saver.writer.give_up_at = time.monotonic() + patience_s + MARGIN_S
         try:
-            self._drain(self._timeout_s + 2 * MARGIN_S)
+            self._drain(patience_s + 2 * MARGIN_S)
         finally:
             self._release()
         self._raise_pending()
@@ -439,6 +450,12 @@ class CheckpointManager:
             self.close()
         except TrainpathError as second:
             _log.error("while closing: %s", second)
+
+
+def _lost_peer() -> bool:
+    """Whether this process is ending because another rank is gone."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return isinstance(error, (PeerError, PeerTimeoutError))
 
 
 def _tensors_of(parts: list[Part]) -> list[Leaf]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import socket
@@ -47,6 +48,7 @@ class WriterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self.fault: dict[str, Any] | None = None
+        self.give_up_at = math.inf  # monotonic seconds; ends also a job that is under way
         self.num_started = 0
         self._start()
 
@@ -125,7 +127,7 @@ class WriterProcess:
                 return reply
             if process.poll() is not None:
                 raise EOFError
-            if time.monotonic() > deadline:
+            if time.monotonic() > min(deadline, self.give_up_at):
                 self._stop()
                 return {
                     "errno": 0,
