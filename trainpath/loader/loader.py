@@ -5,32 +5,18 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import data as torch_data
 
 from trainpath.errors import ClosedError, ConfigError
 from trainpath.loader._iterator import LoaderIterator, ShardSampler
-from trainpath.loader._passes import (
-    InlinePass,
-    LoaderStats,
-    PassSettings,
-    StreamPosition,
-    WorkerPass,
-)
-from trainpath.loader._samplers import IndexSource, draw_seed, pack_rng, unpack_rng
-from trainpath.loader._state import GLOBAL_KINDS, STATE_VERSION, check_state, place
+from trainpath.loader._passes import InlinePass, LoaderStats, PassSettings, WorkerPass
+from trainpath.loader._planning import Planner
 from trainpath.loader._torch import pinned
 from trainpath.loader._worker import WorkerSpec
-from trainpath.loader.order import (
-    ShardOrder,
-    ShardPlan,
-    ShardPosition,
-    StreamPlan,
-    num_batches,
-)
+from trainpath.loader.order import ShardOrder, ShardPlan, num_batches
 from trainpath.loader.sources import ShardedSource
 from trainpath.loader.workers import WorkerPool, start_context
 from trainpath.metrics import segments as S
@@ -45,15 +31,6 @@ if TYPE_CHECKING:
     from trainpath.metrics.clock import StepClock
 
 __all__ = ["DataLoader"]
-
-_WORKER_SEGMENTS: Final = (
-    S.DATA_STORAGE,
-    S.DATA_NETWORK,
-    S.DATA_CACHE,
-    S.DATA_DECODE,
-    S.DATA_COLLATE,
-    S.DATA_TRANSPORT,
-)
 
 
 class DataLoader:
@@ -224,17 +201,11 @@ class DataLoader:
         self.persistent_workers = template.persistent_workers
         self.in_order = template.in_order
         self._template = template
-        self._order = order
-        self._source: ShardedSource | None = self.dataset if order is not None else None
-        self._is_stream = isinstance(self.dataset, torch_data.IterableDataset)
-        self._indices = IndexSource(template.sampler, template.batch_sampler, template.generator)
-        self._given_rank = (rank, world_size)
+        self._planner = Planner(template, order, rank=rank, world_size=world_size)
         self._max_respawns = 4
         self._stats = LoaderStats()
         self._pool: WorkerPool | None = None
         self._passes = itertools.count()
-        self._epoch = 0
-        self._base_seed: int | None = None
         self._resume: dict[str, Any] | None = None
         self._epoch_named = False
         self._current: LoaderIterator | None = None
@@ -251,36 +222,25 @@ class DataLoader:
     def clock(self, clock: StepClock) -> None:
         self._clock = clock
         if clock is not NULL_CLOCK:
-            for segment in _WORKER_SEGMENTS:
+            for segment in S.DATA_SEGMENTS[1:]:  # the queue is no work of the workers
                 clock.set_parallelism(segment, max(1, self.num_workers))
 
     @property
     def kind(self) -> str:
         """What the position of this loader counts."""
-        if self._source is not None:
-            return "shards"
-        return "stream" if self._is_stream else self._indices.kind
-
-    @property
-    def _identity(self) -> dict[str, Any]:
-        """What must be the same where a state is loaded."""
-        if self._order is not None:
-            return asdict(self._order)
-        if self._is_stream:
-            return {"num_workers": self.num_workers, "batch_size": self.batch_size}
-        return {}
+        return self._planner.kind
 
     @property
     def _auto_collation(self) -> bool:
         return self.batch_size is not None or self.batch_sampler is not None
 
     def __len__(self) -> int:
-        if self._source is None:
+        if self._planner.source is None:
             return len(self._template)
         return num_batches(
             len(self.dataset),
             batch_size=self.batch_size,
-            world_size=self._world()[1],
+            world_size=self._planner.world()[1],
             drop_last=self.drop_last,
         )
 
@@ -292,7 +252,9 @@ class DataLoader:
         resume, self._resume = self._resume, None
         # Who names the epoch gets what is left of it, be it nothing; who does not gets the
         # next one where nothing is left.
-        goes_on = resume is not None and not (self._epoch_named or self._indices.epoch_named)
+        goes_on = resume is not None and not (
+            self._epoch_named or self._planner.indices.epoch_named
+        )
         self._epoch_named = False
         self._current = LoaderIterator(self, self._begin(resume), goes_on=goes_on)
         return self._current
@@ -300,87 +262,14 @@ class DataLoader:
     def _abandon(self, iterator: LoaderIterator) -> None:
         """A pass is given up before its end: as in torch, the next one is a new epoch."""
         if iterator.running is not None and iterator.running.num_delivered:
-            self._epoch += 1
+            self._planner.epoch += 1
         if self._keeps_workers:
             self._release_current()  # its workers serve the next pass
         self._current = None
 
-    def _world(self) -> tuple[int, int]:
-        """Return (rank, world size): the sampler's, as given, the process group's, or alone."""
-        sampler = self._indices.distributed
-        if sampler is not None:
-            return sampler.rank, sampler.num_replicas
-        return place(*self._given_rank)
-
     def _begin(self, resume: dict[str, Any] | None) -> RunningPass:
-        """Start a pass: draw what torch would draw, in torch's order, and plan it."""
-        if resume is not None and self._moved_on(resume):
-            resume = None
-        mid = resume is not None and "position" in resume
-        kept = self.persistent_workers and self._base_seed is not None
-        plan = None
-        if not mid and self._source is None and not self._is_stream:
-            plan = self._indices.begin(twice=self.num_workers > 0 and not kept)
-        if resume is not None and (mid or self.persistent_workers):
-            self._base_seed = self._resumed_seed(resume)
-        if self._base_seed is None or not (mid or self.persistent_workers):
-            self._base_seed = draw_seed(self.generator)
-        stream = None
-        position: Any = resume["position"] if resume is not None and mid else None
-        if self._is_stream:
-            plan = StreamPlan(self.batch_size)
-            stream = StreamPosition([0] * max(1, self.num_workers))
-            if position is not None:
-                counts, states = list(position["counts"]), list(position["states"])
-                stream = StreamPosition(counts, position["turn"], states)
-        elif self._source is not None:
-            position = ShardPosition(*(position or ()))
-            plan = self._shard_plan(position)
-        elif resume is not None and mid:
-            rank, world_size = self._world()
-            plan = self._indices.resume(
-                resume["sampler"], position, rank=rank, world_size=world_size
-            )
-        else:
-            position = 0
-        return self._run(plan, position, stream)
-
-    def _resumed_seed(self, resume: dict[str, Any]) -> int:
-        """Return the workers' base seed without a draw: it was drawn before the state was taken.
-
-        A state that is the same on all ranks has none: each rank makes up its own.
-        """
-        if "base_seed" in resume:
-            return int(resume["base_seed"] or 0)
-        return (torch.initial_seed() + 0x9E3779B97F4A7C15 * (self._world()[0] + 1)) % (1 << 62)
-
-    def _moved_on(self, resume: dict[str, Any]) -> bool:
-        """Whether the user set a later epoch than the one the state is in."""
-        if self._epoch > resume["epoch"]:
-            return True
-        start = resume.get("sampler", {}).get("sampler_epoch")
-        epoch = self._indices.epoch
-        return start is not None and epoch is not None and epoch > start
-
-    def _shard_plan(self, start: ShardPosition) -> ShardPlan:
-        source, order = self._source, self._order
-        if source is None or order is None:
-            raise ConfigError("the dataset has no shards to plan")
-        rank, world_size = self._world()
-        return ShardPlan(
-            order,
-            self._epoch,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
-            rank=rank,
-            world_size=world_size,
-            start=start,
-            ahead=source.ahead if self.num_workers else 0,
-            count=source.known_count,
-            name=type(source).__name__,
-        )
-
-    def _run(self, plan: Any, position: Any, stream: StreamPosition | None) -> RunningPass:
+        """Start a pass."""
+        plan, position, stream = self._planner.begin(resume)
         settings = PassSettings(
             spec=self._spec(),
             batch_size=self.batch_size,
@@ -388,12 +277,12 @@ class DataLoader:
             in_order=self.in_order,
             timeout_s=float(self.timeout),
             max_respawns=self._max_respawns,
-            rank=self._world()[0],
-            epoch=self._epoch,
-            base_seed=self._base_seed or 0,
+            rank=self._planner.world()[0],
+            epoch=self._planner.epoch,
+            base_seed=self._planner.base_seed or 0,
             stats=self._stats,
             clock=lambda: self._clock,
-            source=self._source,
+            source=self._planner.source,
         )
         if not self.num_workers:
             return InlinePass(plan, settings, position, stream)
@@ -411,7 +300,7 @@ class DataLoader:
     def _spec(self) -> WorkerSpec:
         return WorkerSpec(
             dataset=self.dataset,
-            is_stream=self._is_stream,
+            is_stream=self._planner.is_stream,
             batched=self._auto_collation,
             collate_fn=self.collate_fn,
             drop_last=self.drop_last,
@@ -425,7 +314,7 @@ class DataLoader:
 
     @property
     def _keeps_workers(self) -> bool:
-        return self.persistent_workers or self._source is not None
+        return self.persistent_workers or self._planner.source is not None
 
     def _workers(self, spec: WorkerSpec) -> tuple[WorkerPool, bool]:
         """Return the worker pool and whether it was started just now."""
@@ -441,7 +330,7 @@ class DataLoader:
     def finish(self, iterator: LoaderIterator, running: RunningPass) -> None:
         """Note that a pass reached its end: the position is the start of the next epoch."""
         if self._current is iterator:
-            self._epoch += 1
+            self._planner.epoch += 1
             self._current = None
         self._release(running)
 
@@ -480,9 +369,7 @@ class DataLoader:
             return
         if self._current is not None:
             self._abandon(self._current)
-        self._epoch = epoch
-        if self._source is None:
-            self._indices.set_epoch(epoch)
+        self._planner.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last delivered batch: small, and JSON-able.
@@ -497,44 +384,8 @@ class DataLoader:
             raise ConfigError("in_order=False delivers in no fixed order: there is no position")
         if self._resume is not None:
             return dict(self._resume)
-        state: dict[str, Any] = {
-            "version": STATE_VERSION,
-            "kind": self.kind,
-            "epoch": self._epoch,
-            "world_size": self._world()[1],
-        }
-        if self.kind not in GLOBAL_KINDS:
-            state["base_seed"] = self._base_seed
-        state |= self._identity
         running = self._current.running if self._current is not None else None
-        if running is None:
-            state["generators"] = self._indices.generators()
-        elif running.stream is not None:
-            stream = running.stream
-            states = list(stream.states)
-            state["position"] = {
-                "counts": list(stream.counts),
-                "turn": stream.turn,
-                "states": states,
-            }
-        elif self._source is not None:
-            state["position"] = list(running.position)
-        else:
-            state["position"] = running.position
-            state["sampler"] = self._indices.state()
-        if self._shares_global_rng:
-            state["rng"] = pack_rng(torch.get_rng_state())
-        return state
-
-    @property
-    def _shares_global_rng(self) -> bool:
-        """Whether the next epochs' order will be drawn from this process's global generator.
-
-        With several ranks that is the job's business: the state of one rank must not set
-        the generator of another.
-        """
-        planned = self._source is not None or self._is_stream
-        return not planned and self._indices.uses_global_rng and self._world()[1] == 1
+        return self._planner.state(running)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at `state_dict` with the next iterator.
@@ -543,22 +394,11 @@ class DataLoader:
             StateMismatchError: The state is of another kind of loader or data, or of
                 another number of ranks where its position is not a global one.
         """
-        check_state(
-            state_dict, kind=self.kind, identity=self._identity, world_size=self._world()[1]
-        )
+        self._planner.load(state_dict)
         if self._current is not None:
             self._release_current()
         self._resume = dict(state_dict)
         self._epoch_named = False
-        self._epoch = state_dict["epoch"]
-        sampler = state_dict.get("sampler", {})
-        self._indices.restore_generators(
-            state_dict.get("generators", sampler.get("generators", []))
-        )
-        if "sampler_epoch" in sampler:
-            self._indices.set_loaded_epoch(sampler["sampler_epoch"])
-        if "rng" in state_dict and self._shares_global_rng:
-            torch.set_rng_state(unpack_rng(state_dict["rng"]))
 
     def _release_current(self) -> None:
         current, self._current = self._current, None
