@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -15,22 +17,20 @@ class InertHook:
 
     `copy.deepcopy(model)` and `torch.save(model)` take a module's hooks along. Ours hold
     threads and process groups, which belong to the one model they were put on.
+
+    Attributes:
+        owner: The object whose method it calls, if it is one; a copy has none.
     """
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
-        self._call = call
-
-    @property
-    def owner(self) -> object:
-        """The object whose method it calls, if it is one; a copy has none."""
-        return getattr(self._call, "__self__", None)
+        self.owner: object = getattr(call, "__self__", None)
+        # torch.compile leaves the call out of its graphs instead of warning of what is in it.
+        self._call: Callable[..., Any] | None = None
+        if call is not None:
+            self._call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any) -> Any:
         return None if self._call is None else self._call(*args)
-
-    # torch.compile leaves the hook out of its graphs, as after torch.compiler.disable(), which
-    # would import all of the compiler here. Without it, it tries, and warns of what we call.
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> InertHook:
         return InertHook()
