@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
+    from trainpath.comm.watch import BackwardWatch
     from trainpath.metrics import StepClock
 
 __all__ = ["device_of", "host_loader", "install_cache", "install_comm", "watch_optimizers"]
@@ -96,7 +97,7 @@ def install_comm(
     return reducer, closables
 
 
-def watch_optimizers(optimizers: list[torch.optim.Optimizer], clock: StepClock) -> Any:
+def watch_optimizers(optimizers: list[torch.optim.Optimizer], clock: StepClock) -> BackwardWatch:
     """Mark backward and gradient waits when only the optimizers are known."""
     parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     return watch_backward(parameters, clock)

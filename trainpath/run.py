@@ -378,9 +378,8 @@ class Run:
 
     def _wait_for_checkpoint(self) -> None:
         if self.checkpoints is not None:
-            previous = self.clock.switch(S.CKPT_BACKPRESSURE)
-            self.checkpoints.wait_until_finished()
-            self.clock.switch(previous)
+            with self.measure(S.SEGMENTS[S.CKPT_BACKPRESSURE]):
+                self.checkpoints.wait_until_finished()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally in the enclosed passes (see DDP's `no_sync`)."""
