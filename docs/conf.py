@@ -29,8 +29,10 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
-# The two fixed paragraphs of every component's docstring.
-napoleon_custom_sections = [("Cost", "params_style"), ("Guarantee", "params_style")]
+# The two fixed paragraphs of every component's docstring: prose, not lists of parameters.
+napoleon_custom_sections = ["Cost", "Guarantee"]
+# Docstrings write code as Markdown does, in single backticks.
+default_role = "code"
 
 # References to our own documented names must resolve. Those into torch, numpy and the standard
 # library, and private names in annotations, have no inventory: the build uses no network.

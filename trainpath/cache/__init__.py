@@ -1,9 +1,13 @@
 """The node-local shard cache: each remote shard crosses the network once per node.
 
-cache = ShardCache("/local/cache", max_bytes=200 << 30)
-with cache.open("https://host/shard-000000.tar") as file: ...
+Use it directly, or by the prefix `trainpath::` where `TRAINPATH_CACHE_DIR` is set::
 
-fsspec.open("trainpath::https://host/shard-000000.tar")  # TRAINPATH_CACHE_DIR is set
+    with ShardCache("/local/ssd/shards", max_bytes=200 << 30) as cache:
+        with cache.open("https://store/corpus-0000.tar") as file:
+            header = file.read(512)
+
+    with fsspec.open("trainpath::https://store/corpus-0000.tar") as file:
+        header = file.read(512)
 """
 
 from __future__ import annotations
