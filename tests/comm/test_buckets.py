@@ -75,22 +75,23 @@ def test_unused_parameters_keep_none_unless_a_peer_used_them():
     bucket = Bucket([0, 1], mine, device=CPU)
 
     bucket.load(mine, ["a", "b"], bytearray(2), scale=1.0)
-    bucket.flat += torch.tensor([0, 0, 7, 7, 7, 0, 1, 0, 0])  # what a peer added
+    bucket.flat += torch.tensor([0, 0, 7, 7, 7, 0, 1, 0, 0, 0])  # what a peer added
     bucket.store(mine, bytearray(2))
 
     assert mine[0].grad is None
     assert torch.equal(mine[1].grad, torch.full((3,), 7.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_a_failure_travels_with_the_bucket(dtype):
-    """A single failed rank is named in any dtype."""
+@pytest.mark.parametrize("rank", [0, 37, 301, 4095])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+def test_a_failure_travels_with_the_bucket(dtype, rank):
+    """A single failed rank is named exactly in any dtype, however coarse."""
     bucket = Bucket([0], parameters(2, dtype=dtype), device=CPU)
 
-    bucket.load_failure(37)
+    bucket.load_failure(rank)
 
     assert bucket.verdict().is_known()
-    assert bucket.verdict().failure() == "rank 37"
+    assert bucket.verdict().failure() == f"rank {rank}"
 
 
 def test_a_sparse_gradient_is_refused():

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Bucket", "Verdict", "assign"]
 
-_TRAILER = 2  # whether a rank's backward failed, and which rank's
+# How many ranks' backward failed, and the sum of their numbers in two digits: bfloat16, which
+# a bucket may be in, holds whole numbers up to 256 only.
+_TRAILER = 3
+_DIGIT = 128
 
 
 def assign(
@@ -55,7 +58,7 @@ class Verdict:
     """Whether the backward of any rank failed; on CUDA known a moment later.
 
     Args:
-        numbers: How many ranks failed, and the sum of their numbers.
+        numbers: How many ranks failed, and the sums of the two digits of their numbers.
         event: When `numbers` are there; None: they are.
     """
 
@@ -80,17 +83,17 @@ class Verdict:
             return None
         if self._event is not None:
             self._event.synchronize()
-        count, ranks = (round(number) for number in self._numbers.tolist())
+        count, high, low = (round(number) for number in self._numbers.tolist())
         if not count:
             return None
-        return f"rank {ranks}" if count == 1 else f"{count} ranks"
+        return f"rank {_DIGIT * high + low}" if count == 1 else f"{count} ranks"
 
 
 class Bucket:
     """The gradients of some parameters in one flat tensor.
 
     Behind the gradients it carries one element for each of them (how many ranks have used
-    the parameter) and two for failures, so that neither needs a collective of its own.
+    the parameter) and three for failures, so that neither needs a collective of its own.
 
     Args:
         members: Indices of its parameters.
@@ -164,8 +167,7 @@ class Bucket:
     def load_failure(self, rank: int) -> None:
         """Fill the bucket with the news that the backward of `rank` failed."""
         self.flat.zero_()
-        self._failed[0] = 1
-        self._failed[1] = rank
+        self._failed.copy_(torch.tensor([1, *divmod(rank, _DIGIT)]))
 
     def verdict(self) -> Verdict:
         """Return what the reduced bucket says about failures, without waiting for the device."""
