@@ -98,3 +98,31 @@ def test_closed_pipe_is_quiet(run_directory):
         check=False,
     )
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "says"), [(">&-", 0, ""), ("> /dev/full", 2, "No space left")]
+)
+def test_stdout_that_takes_nothing(run_directory, redirection, status, says):
+    """A closed stdout is no error; a full disk behind it is one line."""
+    done = subprocess.run(
+        f"{sys.executable} -m trainpath report {run_directory} {redirection}",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (status, status // 2)
+    assert says in done.stderr
+
+
+def test_what_cannot_be_read_or_made_is_one_line(run_directory, tmp_path, capsys):
+    """A rank's file that is a directory and a `--keep` that exists give no traceback."""
+    (tmp_path / "odd" / "rank-00000.jsonl").mkdir(parents=True)
+    for argv, says in (
+        (["report", str(tmp_path / "odd")], "Is a directory"),
+        (["demo", "--keep", str(run_directory)], "File exists"),
+        (["demo", "--rounds", "0"], "--rounds must be at least 1"),
+    ):
+        assert main(argv) == 2
+        assert says in capsys.readouterr().err

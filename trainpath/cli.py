@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainpath.errors import TrainpathError
+from trainpath.errors import ConfigError, TrainpathError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 after an error, which is one line on stderr.
     """
+    if sys.stdout is None:  # the interpreter was started with it closed
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the rest of the process
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
@@ -36,10 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # `trainpath report DIR | head`: not our error; keep the interpreter's exit quiet too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # `trainpath report DIR | head`: not our error.
+        _drop_output()
         return 0
+    except OSError as error:  # a directory that cannot be read, a full disk behind stdout
+        print(f"trainpath {arguments.command}: {error}", file=sys.stderr)
+        _drop_output()
+        return 2
     return status
+
+
+def _drop_output() -> None:
+    """Let what is still buffered for stdout go nowhere, so that the exit is quiet too."""
+    with contextlib.suppress(OSError):  # no descriptor behind it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,6 +99,8 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
 def _demo(arguments: argparse.Namespace) -> int:
     from trainpath.demo.driver import run_demo
 
+    if arguments.rounds < 1:
+        raise ConfigError(f"--rounds must be at least 1, got {arguments.rounds}")
     outcome = run_demo(rounds=arguments.rounds, keep=arguments.keep)
     return 0 if outcome.passed else 1
 

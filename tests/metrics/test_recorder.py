@@ -219,6 +219,7 @@ def test_a_broken_store_is_said_and_harmless():
 def test_a_full_disk_is_said_and_harmless(tmp_path):
     """Where the disk is full, steps go on in memory and the report says that lines are missing."""
     (tmp_path / "rank-00000.jsonl").symlink_to("/dev/full")
+    (tmp_path / f"report.json.{os.getpid()}.tmp").symlink_to("/dev/full")
     clock = StepClock()
     with Recorder(clock, directory=tmp_path) as recorder:
         do_steps(clock, 5)
@@ -227,6 +228,7 @@ def test_a_full_disk_is_said_and_harmless(tmp_path):
 
     assert report.num_steps == 2
     assert any("No space left" in note for note in report.notes)
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_unwritable_directory(tmp_path):

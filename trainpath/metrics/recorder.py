@@ -385,6 +385,8 @@ class Recorder:
             temporary.replace(path)
         except OSError as error:
             self._problem("report.json", error)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)
