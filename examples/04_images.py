@@ -94,7 +94,7 @@ def train(folder: Path, steps: int) -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if rank == 0 and run.step % 10 == 0:
+                if rank == 0 and (run.step % 10 == 0 or run.step == steps):
                     accuracy = (logits.argmax(1) == classes).float().mean().item()
                     print(f"step {run.step:4d}  loss {loss.item():.3f}  accuracy {accuracy:.2f}")
                 if run.step >= steps:
