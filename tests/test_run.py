@@ -28,6 +28,7 @@ from trainpath.errors import (
     CheckpointWriteError,
     ClosedError,
     ConfigError,
+    StateMismatchError,
 )
 from trainpath.loader import TarDataset
 from trainpath.testing import spawn
@@ -217,6 +218,54 @@ def test_restore_of_a_step_that_is_not_there(tmp_path):
         assert run.restore() == 0
         with pytest.raises(CheckpointNotFoundError, match="12"):
             run.restore(step=12)
+
+
+@pytest.mark.parametrize("other", [torch.optim.AdamW, torch.optim.SGD])
+def test_restore_into_another_optimizer_is_refused(tmp_path, other):
+    """The state of one class of optimizer is not poured into another; nothing is changed."""
+    model, sgd, loader = build()
+    adam = torch.optim.AdamW(model.parameters())
+    saved, live = (sgd, adam) if other is torch.optim.AdamW else (adam, sgd)
+    with trainpath.accelerate(model, saved, loader, checkpoint_dir=tmp_path) as run:
+        train(model, saved, run.loader, steps=2)
+        run.save()
+    with (
+        trainpath.accelerate(model, live, loader, checkpoint_dir=tmp_path) as run,
+        pytest.raises(StateMismatchError, match=r"optimizer\.param_groups .*momentum"),
+    ):
+        run.restore()
+    assert not live.state
+
+
+def test_restore_does_not_start_afresh_beside_damaged_checkpoints(tmp_path):
+    """Without any checkpoint a run starts at 0; with damaged ones only it says so."""
+    model, optimizer, loader = build()
+    with trainpath.accelerate(model, optimizer, loader, checkpoint_dir=tmp_path) as run:
+        assert run.restore() == 0
+        train(model, optimizer, run.loader, steps=2)
+        run.save()
+    (tmp_path / "step-00000002" / "__0_0.distcp").write_bytes(b"cut")
+    with (
+        trainpath.accelerate(model, optimizer, loader, checkpoint_dir=tmp_path) as run,
+        pytest.raises(CheckpointNotFoundError),
+    ):
+        run.restore()
+
+
+def test_arguments_that_are_mixed_up_are_named():
+    """Each argument of the wrong kind is refused by name before anything is changed."""
+    model, optimizer, loader = build()
+    for arguments, name in (
+        ((None, optimizer, loader), "model"),
+        ((optimizer, model, loader), "model"),
+        ((model, "adam", loader), "optimizer"),
+        ((model, loader, optimizer), "loader"),
+        ((model, optimizer, 3), "loader"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{name} must be"):
+            trainpath.accelerate(*arguments)
+    with pytest.raises(ConfigError, match=r"^optimizer must be"):
+        trainpath.observe(loader, optimizer)
 
 
 def test_unwritable_checkpoint_directory_is_named(tmp_path):
@@ -479,3 +528,21 @@ def test_signal_on_one_rank_stops_all_at_the_same_step(tmp_path):
     assert code0 == 143
     assert 10 < step0 < 1000
     assert [path.name for path in tmp_path.glob("step-*")] == [f"step-{step0:08d}"]
+
+
+def test_the_scripts_own_loader_is_not_closed():
+    """close() ends what the run added; an iterable of the script's can be used again."""
+
+    class Batches(list):
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    model, optimizer, loader = build()
+    batches = Batches(loader)
+    with trainpath.accelerate(model, optimizer, batches) as run:
+        assert len(train(model, optimizer, run.loader)) == len(batches)
+    assert not batches.closed
+    with trainpath.accelerate(model, optimizer, batches) as run:
+        assert len(train(model, optimizer, run.loader)) == len(batches)

@@ -7,11 +7,13 @@ import contextlib
 import os
 import sys
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from trainpath import _job, _parts
 from trainpath._run_loader import Progress, RunLoader
@@ -24,12 +26,11 @@ from trainpath.metrics import segments as S
 from trainpath.metrics.hooks import ModelHooks, OptimizerHooks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
 
-    from torch import nn
     from typing_extensions import Self
 
     from trainpath.checkpoint import SaveHandle
@@ -101,13 +102,18 @@ def accelerate(
         keep=keep,
         preempt_deadline_s=preempt_deadline_s,
     )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(_wrong("model", "a torch.nn.Module", model))
+    if not isinstance(loader, (Iterable, type(None))):
+        raise ConfigError(_wrong("loader", "an iterable of batches", loader))
+    optimizers = _as_list(optimizer)
     if model in _accelerated:
         raise ConfigError("this model is accelerated already; close() its Run first")
     run = Run(settings)
     try:
         run._install(  # noqa: SLF001 - two halves of one construction
             model=model,
-            optimizers=_as_list(optimizer),
+            optimizers=optimizers,
             loader=loader,
             extra=dict(extra or {}),
             process_group=process_group,
@@ -145,11 +151,12 @@ def observe(
         ConfigError: The environment of the job or `metrics_dir` cannot be used.
     """
     settings = Settings.resolve(mode="observe", metrics_dir=metrics_dir)
+    optimizers = _as_list(optimizer)
     if settings.mode == "on":
         settings = replace(settings, mode="observe")
     run = Run(settings)
     try:
-        run._install_watch(model, _as_list(optimizer), loader)  # noqa: SLF001
+        run._install_watch(model, optimizers, loader)  # noqa: SLF001
     except BaseException:
         with contextlib.suppress(Exception):  # the first error matters more
             run.close(reason="observe() failed")
@@ -238,12 +245,11 @@ class Run:
     ) -> None:
         if loader is None:
             return
-        source = _parts.host_loader(
+        source, closables = _parts.host_loader(
             loader, mode=self.settings.mode, clock=self.clock, device=device
         )
+        self._closables += closables
         self.loader = RunLoader(self, source)
-        if source is not loader:
-            self._closables.append(source)
 
     def _install_checkpoints(
         self,
@@ -336,7 +342,7 @@ class Run:
 
         Raises:
             ConfigError: There is no checkpoint directory.
-            CheckpointNotFoundError: `step` is not there.
+            CheckpointNotFoundError: `step` is not there, or no step in the directory is valid.
             StateMismatchError: The model or optimizer does not fit the checkpoint.
 
         Collectives, on every rank: those of `CheckpointManager.restore`.
@@ -346,7 +352,7 @@ class Run:
         try:
             self.checkpoints.restore(self._state, step)
         except CheckpointNotFoundError:
-            if step is not None:
+            if step is not None or self.checkpoints.all_steps():  # there are some, none valid
                 raise
             return 0
         self._saved_step = self.step
@@ -480,4 +486,15 @@ def _as_list(
         return []
     if isinstance(optimizer, torch.optim.Optimizer):
         return [optimizer]
-    return list(optimizer)
+    if not isinstance(optimizer, Iterable):
+        raise ConfigError(_wrong("optimizer", "a torch optimizer or a list of such", optimizer))
+    optimizers = []
+    for item in optimizer:
+        if not isinstance(item, torch.optim.Optimizer):
+            raise ConfigError(_wrong("optimizer", "a torch optimizer or a list of such", item))
+        optimizers.append(item)
+    return optimizers
+
+
+def _wrong(name: str, wanted: str, got: object) -> str:
+    return f"{name} must be {wanted}, got {type(got).__name__}: were the arguments mixed up?"

@@ -22,6 +22,10 @@ __all__ = ["restore_into"]
 _log = logging.getLogger("trainpath.checkpoint")
 
 _MAX_ROWS: Final = 25
+# What torch's schedulers add to the groups of an optimizer.
+_OF_SCHEDULERS: Final = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+)
 
 
 def restore_into(
@@ -141,12 +145,27 @@ class _Loading:
         if num_saved != num_live:
             texts = (f"{num_saved} groups", f"{num_live} groups")
             self._note("mismatched", f"{name}.param_groups", *texts)
+        self._compare_options(name, optimizer, saved)
         for path, key in saved.items():
             owner = live.get(canonical(str(path[1]), leading=True))
             if path[0] == "state" and len(path) == 3 and owner is not None:
                 held = optimizer.state.get(owner, {}).get(path[2])
                 if is_plain(held) and self._reader.is_tensor(key):
                     self._compare_tensor(key, key, held)
+
+    def _compare_options(
+        self, name: str, optimizer: torch.optim.Optimizer, saved: dict[Path, str]
+    ) -> None:
+        """Note an optimizer of another class: each side has options that the other lacks.
+
+        Options on one side only are those of a scheduler or of another version of torch.
+        """
+        there = {str(path[2]) for path in saved if path[0] == "param_groups" and len(path) > 2}
+        here = {option for group in optimizer.param_groups for option in group}
+        foreign, lacking = there - here - _OF_SCHEDULERS, optimizer.defaults.keys() - there
+        if there and foreign and lacking:
+            texts = (f"with {', '.join(sorted(foreign))}", f"with {', '.join(sorted(lacking))}")
+            self._note("mismatched", f"{name}.param_groups", *texts)
 
     def report(self, folder: FilePath) -> str:
         """Return the differences as a table, or nothing."""
