@@ -105,21 +105,22 @@ def watch_optimizers(optimizers: list[torch.optim.Optimizer], clock: StepClock) 
 
 def host_loader(
     loader: Iterable[Any], *, mode: str, clock: StepClock, device: torch.device | str | None
-) -> Iterable[Any]:
-    """Return what serves the batches of `loader` in `mode`."""
-    source: Iterable[Any] = loader
+) -> tuple[Iterable[Any], list[Any]]:
+    """Return what serves the batches of `loader` in `mode`, and what of it is ours to close."""
+    source: Any = loader
     if isinstance(loader, DataLoader):
         loader.clock = clock
     elif mode == "off":
-        return loader
+        return loader, []
     elif isinstance(loader, data.DataLoader):
         on = mode == "on"
         source = DataLoader.from_torch(loader, clock=clock) if on else observed(loader, clock)
     else:
         source = prefetch(loader, depth=2 if mode == "on" else 0, clock=clock)
+    ours = [] if source is loader else [source]
     if mode == "on" and device is not None and torch.device(device).type == "cuda":
-        return DevicePrefetcher(source, device, clock=clock)
-    return source
+        source = DevicePrefetcher(source, device, clock=clock)
+    return source, ours
 
 
 def device_of(model: nn.Module) -> torch.device | None:

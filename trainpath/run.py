@@ -65,17 +65,21 @@ def accelerate(
 
     Args:
         model: The model on its device. Plain: its gradients are reduced in place. In torch
-            DDP: a communication hook measures them. In FSDP: observed only.
+            DDP: a communication hook measures them. In FSDP: observed only, and its sharded
+            state cannot be saved yet.
         optimizer: The optimizer(s); a step ends when the last one's `step()` returns.
         loader: A torch `DataLoader` (re-hosted: same data set, sampler, order and bytes), a
             `trainpath.loader.DataLoader`, or any iterable of batches.
         checkpoint_dir: Directory for checkpoints, shared by all ranks.
         save_every: Save automatically every so many optimizer steps.
         keep: How many checkpoints are kept.
-        cache_dir: Node-local directory for remote shards (also `TRAINPATH_CACHE_DIR`).
+        cache_dir: Node-local directory for remote shards (also `TRAINPATH_CACHE_DIR`), one
+            cache for the whole job: a `TarDataset` and `trainpath::` URLs read through it.
+            `TRAINPATH_CACHE_MAX_BYTES` is its limit.
         metrics_dir: Directory for per-step metrics (also `TRAINPATH_METRICS_DIR`); without
             it they are kept in memory for `run.report()`.
-        mode: `on`, `observe` or `off`; the environment's `TRAINPATH_MODE` wins.
+        mode: `on`, `observe` (measured, with the stock parts) or `off` (those, unmeasured);
+            the environment's `TRAINPATH_MODE` wins.
         extra: More `Stateful` objects to checkpoint, such as a scheduler or a scaler.
         process_group: The group that shares the gradients (default: all ranks).
         device: Where batches go (default: the device of the model).
@@ -170,7 +174,9 @@ class Run:
     Attributes:
         loader: Iterate this in place of the loader that was handed in.
         step: Optimizer steps done, those before a restore included.
-        epoch: Passes over `loader` completed, those before a restore included.
+        epoch: Passes over `loader` completed, those before a restore included. The first
+            pass after one is what was left of its epoch, so a loop over epochs is
+            `while run.epoch < epochs: for batch in run.loader: ...`.
         checkpoints: The `CheckpointManager`, or None.
         clock: The step clock.
         should_stop: Set when a signal asked for an end and the script has its own handler.
@@ -367,7 +373,7 @@ class Run:
             The handle, or None if this step is saved already.
 
         Raises:
-            ConfigError: There is no checkpoint directory.
+            ConfigError: There is no checkpoint directory, or the model is sharded (FSDP2).
             CheckpointWriteError: An earlier checkpoint failed in the background.
         """
         if self._closed:

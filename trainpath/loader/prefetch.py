@@ -159,10 +159,9 @@ class Prefetcher(ReadAhead):
             self._producer = None
 
     def close(self) -> None:
-        """Stop the thread and close the source if it can be closed; safe to call twice."""
+        """Stop the thread; the source stays its owner's. Safe to call twice."""
         self._closed = True
         self._stop()
-        super().close()
 
 
 class _Item:

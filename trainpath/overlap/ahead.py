@@ -65,10 +65,7 @@ class ReadAhead:
             set_epoch(epoch)
 
     def close(self) -> None:
-        """Close the source, if it can be closed; safe to call twice."""
-        close = getattr(self.source, "close", None)
-        if close is not None:
-            close()
+        """Stop reading ahead; the source stays its owner's. Safe to call twice."""
 
     def __enter__(self) -> Self:
         return self
