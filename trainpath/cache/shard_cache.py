@@ -73,9 +73,8 @@ class ShardCache:
         job_started_ns: When this job began to use the cache, `time.time_ns()` (default: now).
 
     Cost:
-        A hit is one open, one lock, one stat (about 10 us). A miss adds one HEAD, a CRC-32
-        of the bytes as they pass, and a listing of the directory. No process, no thread
-        until `prefetch`.
+        A hit is one open, one lock, one stat. A miss adds one HEAD, a CRC-32 of the bytes as
+        they pass, and a listing of the directory. No process, no thread until `prefetch`.
 
     Guarantee:
         The directory never holds more than `max_bytes`, not even for an instant. A file

@@ -69,9 +69,9 @@ class Recorder:
         sinks: More destinations, called on the helper thread.
 
     Cost:
-        One thread (`trainpath-metrics`), about 25 us of it a step, 0.5 KB a step in the
-        file; up to `window` steps of memory (1.5 KB each; 65536 in all on rank 0). The store
-        holds at most 2048 rows of each rank. The step thread does nothing.
+        One thread (`trainpath-metrics`; `bench/clock_cost.py` shows its CPU time), 0.5 KB a
+        step in the file; up to `window` steps of memory (1.5 KB each; 65536 in all on rank
+        0). The store holds at most 2048 rows of each rank. The step thread does nothing.
 
     Guarantee:
         Lines are complete however the process ends; what a kill loses is at most the last

@@ -25,8 +25,8 @@ class DevicePrefetcher(ReadAhead):
 
     On a CPU device it yields the batches of `source` untouched. On CUDA each batch is
     pinned (unless it is already) and copied on a stream of its own; the consumer's stream
-    waits for the copy's event, the host does not. The CUDA path has not yet been run on
-    a GPU in this project's continuous integration.
+    waits for the copy's event, the host does not. The CUDA path is written but has not
+    been run on a GPU yet.
 
     Args:
         source: Any iterable of (nested) tensors. If it is stateful, so is the prefetcher:
