@@ -108,7 +108,7 @@ def accelerate(
     )
     if not isinstance(model, nn.Module):
         raise ConfigError(_wrong("model", "a torch.nn.Module", model))
-    if not isinstance(loader, (Iterable, type(None))):
+    if not isinstance(loader, (Iterable, type(None))) and not hasattr(loader, "__getitem__"):
         raise ConfigError(_wrong("loader", "an iterable of batches", loader))
     optimizers = _as_list(optimizer)
     if model in _accelerated:
