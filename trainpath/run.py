@@ -108,7 +108,8 @@ def accelerate(
     )
     if not isinstance(model, nn.Module):
         raise ConfigError(_wrong("model", "a torch.nn.Module", model))
-    if not isinstance(loader, (Iterable, type(None))) and not hasattr(loader, "__getitem__"):
+    iterates = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if loader is not None and not iterates:
         raise ConfigError(_wrong("loader", "an iterable of batches", loader))
     optimizers = _as_list(optimizer)
     if model in _accelerated:
