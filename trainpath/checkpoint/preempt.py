@@ -25,6 +25,9 @@ __all__ = ["PreemptionGuard"]
 # checkpoint, seldom enough to cost nothing on steps of a few milliseconds.
 _EXCHANGE_S = 0.2
 
+# How long another rank may be behind, evaluating for instance, before it counts as gone.
+_PEER_S = 600.0
+
 
 class PreemptionGuard:
     """Catches a signal and tells, at a step boundary, that every rank must stop there.
@@ -138,10 +141,10 @@ class PreemptionGuard:
 
     def _wait(self, work: dist.Work) -> None:
         try:
-            work.wait(timedelta(seconds=self._deadline_s))
+            work.wait(timedelta(seconds=_PEER_S))
         except RuntimeError as error:
             raise PeerTimeoutError(
-                f"rank {dist.get_rank(self._group)} waited {self._deadline_s:.0f} s for the other "
+                f"rank {dist.get_rank(self._group)} waited {_PEER_S:.0f} s for the other "
                 f"ranks at step boundary {self._boundaries}; one of them left the training loop "
                 "earlier or failed (see its output)"
             ) from error
