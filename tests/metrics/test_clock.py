@@ -342,6 +342,8 @@ def test_null_clock_charges_nothing():
     clock.end_step()
     clock.watch_gc()
     clock.add_span(Span(lane="w", segment=0, start_ns=0, end_ns=1))
+    clock.add_stages("w", [(0, 0, 1)])
+    clock.charge_loss(1)
     clock.close()
 
     assert clock.drain() == ([], [])

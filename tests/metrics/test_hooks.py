@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import torch
@@ -107,3 +108,51 @@ def test_evaluation_under_no_grad_is_forward_only():
     record = clock.drain()[0][0]
     assert record.segments_ns[SEGMENTS.index("forward")] > 0
     assert record.segments_ns[SEGMENTS.index("backward")] == 0
+
+
+def busy_loss(output):
+    """Return a loss whose computation takes 30 ms of CPU time."""
+    until = time.thread_time() + DELAY_S
+    while time.thread_time() < until:
+        pass
+    return output.sum()
+
+
+def sleepy_loss(output):
+    """Return a loss that is computed after a sleep of 60 ms."""
+    time.sleep(2 * DELAY_S)
+    return output.sum()
+
+
+def test_what_the_loss_computes_is_forward_and_a_sleep_is_python():
+    """CPU time between forward and backward is the loss, part of forward; a sleep is not."""
+    model, clock = nn.Linear(4, 1), StepClock()
+    hooks = ModelHooks(model, clock)
+    for loss in (sleepy_loss, busy_loss, sleepy_loss):
+        loss(model(torch.ones(2, 4))).backward()
+        clock.end_step()
+    hooks.close()
+
+    _, busy, sleepy = clock.drain()[0]
+
+    forward, python = SEGMENTS.index("forward"), SEGMENTS.index("python")
+    assert busy.segments_ns[forward] >= 0.9e9 * DELAY_S
+    assert sleepy.segments_ns[python] >= 0.9 * 2e9 * DELAY_S
+    assert sleepy.segments_ns[forward] < 0.5e9 * DELAY_S
+    assert [sum(record.segments_ns) - record.wall_ns for record in (busy, sleepy)] == [0, 0]
+
+
+def test_a_backward_on_another_thread_leaves_python_alone():
+    """CPU times of two threads are not compared: nothing is moved to forward."""
+    model, clock = nn.Linear(4, 1), StepClock()
+    hooks = ModelHooks(model, clock)
+    loss = busy_loss(model(torch.ones(2, 4)))
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    clock.end_step()
+    hooks.close()
+
+    (record,), _ = clock.drain()
+
+    assert record.segments_ns[SEGMENTS.index("python")] >= 0.9e9 * DELAY_S

@@ -6,6 +6,8 @@ They are put on the objects handed to us, never on classes, and leave no trace i
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,13 +31,16 @@ __all__ = ["ModelHooks", "OptimizerHooks"]
 class ModelHooks:
     """Marks `forward` and `backward` of one model on the clock.
 
-    Backward begins when the gradient of the model's output is there (the backward of the
-    loss function, which is outside the model, still counts as `python`) and ends in the
-    autograd engine's callback.
+    Backward begins when the gradient of the model's output is there and ends in the autograd
+    engine's callback. What the step thread computes between forward and backward is the
+    loss function, which is outside the model: its CPU time counts as `forward`. What else
+    passes there (sleeping, waiting for a lock, a file or a device) stays `python`, and so
+    does all of it where backward runs on another thread (CUDA).
     """
 
     def __init__(self, model: nn.Module, clock: StepClock) -> None:
         self._clock = clock
+        self._forward_ended: tuple[int, int] | None = None  # thread, its CPU time
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(InertHook(self._before_forward)),
             model.register_forward_hook(InertHook(self._after_forward)),
@@ -48,11 +53,17 @@ class ModelHooks:
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+                self._forward_ended = threading.get_ident(), time.thread_time_ns()
                 break
         self._clock.switch(S.PYTHON)
 
     def _before_backward(self, _gradient: torch.Tensor) -> None:
         self._clock.switch(S.BACKWARD)
+        if self._forward_ended is not None:
+            thread, cpu_ns = self._forward_ended
+            self._forward_ended = None
+            if thread == threading.get_ident():
+                self._clock.charge_loss(time.thread_time_ns() - cpu_ns)
         Variable._execution_engine.queue_callback(self._after_backward)  # noqa: SLF001
 
     def _after_backward(self) -> None:

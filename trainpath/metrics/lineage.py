@@ -115,20 +115,20 @@ def cut_wait(asked_ns: int, got_ns: int, stages: Sequence[Stage]) -> list[int]:
     if not stages:
         parts[DATA_QUEUE] = wait
         return parts
-    after = got_ns - max(asked_ns, min(got_ns, stages[-1][2]))
-    parts[DATA_TRANSPORT] += after
-    cursor = got_ns - after
-    queue = 0
+    cursor = max(asked_ns, min(got_ns, stages[-1][2]))
+    parts[DATA_TRANSPORT] = got_ns - cursor
     # Backwards: a wait overlaps only the newest stages, and there may be many old ones.
     for segment, begin, end in reversed(stages):
-        if end <= asked_ns:
+        if begin >= asked_ns and end <= cursor:  # nearly all of them: wholly inside
+            parts[segment] += end - begin
+            cursor = begin
+        elif end <= asked_ns:
             break
-        # Calling min and max would be half the work of this loop.
-        until = end if end < cursor else cursor  # noqa: FURB136
-        since = begin if begin > asked_ns else asked_ns  # noqa: FURB136
-        if until > since:
-            parts[segment] += until - since
-            queue += cursor - until
-            cursor = since
-    parts[DATA_QUEUE] += queue + cursor - asked_ns
+        else:
+            until = min(end, cursor)
+            since = max(begin, asked_ns)
+            if until > since:
+                parts[segment] += until - since
+                cursor = since
+    parts[DATA_QUEUE] += wait - sum(parts)
     return parts

@@ -244,7 +244,8 @@ def rank_file_name(rank: int) -> str:
 
 
 def _sparse(values: tuple[int, ...]) -> str:
-    return ",".join([_KEYS[index] + str(value) for index, value in enumerate(values) if value])
+    # One C loop finds the few that are not zero; formatting them is the rest.
+    return ",".join([f"{key}{value}" for key, value in zip(_KEYS, values, strict=True) if value])
 
 
 def _dense(values: dict[str, int], default: int = 0) -> tuple[int, ...]:
