@@ -13,11 +13,11 @@ from trainpath.cache import ShardCache
 from trainpath.checkpoint import CheckpointManager, SaveHandle
 from trainpath.comm import GradientReducer
 from trainpath.loader import DataLoader, TarDataset, prefetch
+from trainpath.metrics import Comparison, Recorder, StepClock, compare
 from trainpath.overlap import DevicePrefetcher
 from trainpath.testing import ObjectServer, spawn
 
 if TYPE_CHECKING:
-    from trainpath.metrics import StepClock
     from trainpath.types import Stateful
 
 
@@ -45,7 +45,8 @@ def whole(
     for batch in run.loader:
         with run.no_sync():
             model(batch)
-    run.save()
+    with run.measure("ckpt.backpressure"):
+        run.save()
     report: trainpath.Report = run.report()
     run.close()
     with trainpath.observe(optimizer, loader, model=model) as observed:
@@ -79,6 +80,19 @@ def parts(
         latest: int | None = checkpoints.latest_step()
         steps: list[int] = checkpoints.all_steps()
     return content, restored, latest, steps
+
+
+def measuring(loader: DataLoader) -> trainpath.Report:
+    """The clock and its records without a `Run`."""
+    clock = StepClock()
+    loader.clock = clock
+    with Recorder(clock, directory="metrics") as recorder:
+        for _batch in loader:
+            clock.end_step()
+        before: trainpath.Report = recorder.report()
+    change: Comparison = compare(before, before)
+    change.print()
+    return before
 
 
 def add(left: int, right: int) -> int:
