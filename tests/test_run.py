@@ -490,6 +490,10 @@ def wrapped_models(directory):
     with trainpath.accelerate(model, optimizer, loader) as run:
         assert run._reducer is None
         results["fsdp2"] = len(train(model, optimizer, run.loader))
+    try:
+        trainpath.accelerate(model, optimizer, loader, checkpoint_dir=directory)
+    except ConfigError as error:
+        results["refused"] = str(error)
     return results
 
 
@@ -499,6 +503,7 @@ def test_models_already_wrapped_are_not_reduced_twice(tmp_path):
     for results in spawn(wrapped_models, 2, args=(str(tmp_path),)):
         assert results["ddp"] == expected
         assert results["fsdp2"] == len(expected)
+        assert "torch.distributed.checkpoint" in results["refused"]
 
 
 def agree_on_step(directory):

@@ -31,7 +31,14 @@ if TYPE_CHECKING:
     from trainpath.comm.watch import BackwardWatch
     from trainpath.metrics import StepClock
 
-__all__ = ["device_of", "host_loader", "install_cache", "install_comm", "watch_optimizers"]
+__all__ = [
+    "device_of",
+    "host_loader",
+    "install_cache",
+    "install_comm",
+    "is_sharded",
+    "watch_optimizers",
+]
 
 
 def install_cache(loader: Any, directory: Path | None) -> ExitStack:
@@ -84,7 +91,7 @@ def install_comm(
         reducer = model
         if mode == "on":
             closables.append(comm_hook(model, clock=clock))
-    elif _job.world_size() > 1 and not _is_sharded(model):
+    elif _job.world_size() > 1 and not is_sharded(model):
         if mode == "on":
             reducer = GradientReducer(model, process_group=process_group, clock=clock)
             for optimizer in optimizers:
@@ -92,7 +99,7 @@ def install_comm(
         else:
             reducer = StockReducer(model, process_group=process_group)
         closables.append(reducer)
-    if mode == "observe" or (mode == "on" and _is_sharded(model)):
+    if mode == "observe" or (mode == "on" and is_sharded(model)):
         closables.append(watch_backward(list(model.parameters()), clock))
     return reducer, closables
 
@@ -128,7 +135,7 @@ def device_of(model: nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in model.parameters()), None)
 
 
-def _is_sharded(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP (1 or 2) or tensor parallelism owns the parameters of `model`."""
     wrappers = (FSDPModule, FullyShardedDataParallel)
     return any(isinstance(module, wrappers) for module in model.modules()) or any(

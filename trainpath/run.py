@@ -222,6 +222,11 @@ class Run:
         process_group: dist.ProcessGroup | None,
         device: torch.device | str | None,
     ) -> None:
+        if self.settings.checkpoint_dir is not None and _parts.is_sharded(model):
+            raise ConfigError(
+                "checkpoints of a model sharded by FSDP or tensor parallelism are not made yet: "
+                "leave checkpoint_dir out and save with torch.distributed.checkpoint"
+            )
         mode = self.settings.mode
         cache_dir = self.settings.cache_dir if mode == "on" else None
         self._closables.append(_parts.install_cache(loader, cache_dir))
