@@ -21,12 +21,10 @@ from trainpath.metrics.replay import (
     END,
     GOT,
     NOTE,
-    SHIFT,
     START,
     Event,
     Replay,
     StepRecord,
-    decode,
 )
 from trainpath.metrics.segments import (
     COMM_TRANSFER,
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NULL_CLOCK", "NullClock", "Span", "StepClock", "StepRecord"]
 
-_EVENTS_A_STEP = 32
+_EVENTS_A_STEP = 16
 
 
 class StepClock:
@@ -54,7 +52,7 @@ class StepClock:
     Args:
         capacity: How many finished steps are kept until drained, and how many switches for
             timelines; older ones are dropped and counted in `num_dropped` (spans:
-            `num_spans_dropped`). Events of 32 switches for each such step are kept.
+            `num_spans_dropped`). Events of 16 switches for each such step are kept.
         now_ns: The nanosecond clock; CLOCK_MONOTONIC so that workers share it.
 
     Attributes:
@@ -63,7 +61,7 @@ class StepClock:
 
     Cost:
         About 0.2 us a switch in a warm loop, 1 us between cold ones; no lock, no thread, one
-        int of memory until drained (40 bytes; 10 MB at most). Adding up steps, cutting waits
+        tuple of memory until drained (100 bytes; 13 MB at most). Adding up steps, cutting waits
         by lineage and counting background work are left to the thread that drains. See
         `bench/clock_cost.py`.
 
@@ -121,7 +119,7 @@ class StepClock:
         """
         previous = self._segment
         self._segment = segment
-        self._append(self._now() * SHIFT + segment)
+        self._append((self._now(), segment))
         return previous
 
     def start(self, step: int = 0) -> None:
@@ -129,12 +127,12 @@ class StepClock:
         self._thread = threading.get_ident()
         self.step = step
         self._segment = PYTHON
-        self._append((self._now() * SHIFT + START + PYTHON, step, self.step_count))
+        self._append((self._now(), START + PYTHON, step, self.step_count))
 
     def ask(self) -> None:
         """The step thread asks for a batch and waits: enter `data.queue`."""
         self._segment = DATA_QUEUE
-        self._append(self._now() * SHIFT + (ASK + DATA_QUEUE))
+        self._append((self._now(), ASK + DATA_QUEUE))
 
     def got(self, stages: Sequence[Stage], then: int = PYTHON) -> None:
         """The batch is here: cut the wait by its lineage and enter `then`.
@@ -145,7 +143,7 @@ class StepClock:
             then: The segment to enter.
         """
         self._segment = then
-        self._append((self._now() * SHIFT + GOT + then, stages))
+        self._append((self._now(), GOT + then, stages))
 
     def arrive(self) -> int:
         """This rank is ready and waits for the others: stamp it and enter `comm.transfer`.
@@ -155,19 +153,19 @@ class StepClock:
         """
         previous = self._segment
         self._segment = COMM_TRANSFER
-        self._append(self._now() * SHIFT + (ARRIVE + COMM_TRANSFER))
+        self._append((self._now(), ARRIVE + COMM_TRANSFER))
         return previous
 
     def depart(self, segment: int = PYTHON) -> None:
         """The gradients of all ranks are here: stamp it and enter `segment`."""
         self._segment = segment
-        self._append(self._now() * SHIFT + DEPART + segment)
+        self._append((self._now(), DEPART + segment))
 
     def end_step(self) -> None:
         """Close the current step; the next one begins at the same instant."""
         self._segment = PYTHON
         step, index = self.step, self.step_count
-        self._append((self._now() * SHIFT + (END + PYTHON), step, index))
+        self._append((self._now(), END + PYTHON, step, index))
         self.step = step + 1
         self.step_count = index + 1
 
@@ -176,7 +174,7 @@ class StepClock:
 
         At most what was charged to `python` since `forward` was left is moved.
         """
-        self._append((self._now() * SHIFT + (NOTE + FORWARD), cpu_ns))
+        self._append((self._now(), NOTE + FORWARD, cpu_ns))
 
     def now_ns(self) -> int:
         """Return the clock's current time in nanoseconds."""
@@ -195,7 +193,7 @@ class StepClock:
         if phase == "start":
             self._gc_began = self._now()
         elif self._gc_began:
-            self._append((self._now() * SHIFT + (NOTE + PYTHON_GC), self._gc_began))
+            self._append((self._now(), NOTE + PYTHON_GC, self._gc_began))
             self._gc_began = 0
 
     def close(self) -> None:
@@ -280,9 +278,8 @@ class StepClock:
 
     def stamps(self) -> list[tuple[int, int]]:
         """Return (time_ns, segment entered) of the most recent switches, oldest first."""
-        codes = [event if isinstance(event, int) else event[0] for event in self._events.copy()]
-        waiting = [code for code in codes if code & (SHIFT - 1) < NOTE]
-        return [decode(code) for code in [*self._replay.stamps, *waiting][-self._capacity :]]
+        waiting = [(now, kind & 31) for now, kind, *_ in self._events.copy() if kind < NOTE]
+        return [*self._replay.stamps, *waiting][-self._capacity :]
 
 
 class NullClock(StepClock):
