@@ -4,9 +4,9 @@
 
 A small MLP really trains on the CPU. One arm has a `StepClock` that watches the garbage
 collector, 13 switches a step (an accelerated run on two ranks makes 10, and 2 more while it
-saves), a data wait cut by the lineage of a batch of eight samples and counted as background
-work; the other arm has none of it. Single steps of the
-two arms alternate (A B, B A, ...) in one process, so both meet the same machine; compared
+saves), the CPU time of the loss function, a data wait cut by the lineage of a batch of eight
+samples and counted as background work; the other arm has none of it. Single steps of the two
+arms alternate (A B, B A, ...) in one process, so both meet the same machine; compared
 is the CPU time of the step thread (median of the differences in pairs). The CPU time of
 the recorder's helper thread, which writes its file meanwhile, is added in full. One JSON
 line per result. Exit status 1 if more than 1 % is added. On a busy machine the figures

@@ -19,7 +19,7 @@ SEGMENTS: Final = (
     "data.collate",  # high: building the batch from its samples
     "data.transport",  # high: handing the batch from the worker to the step thread
     "h2d",  # high: host-to-device copies are not overlapped
-    "forward",  # compute
+    "forward",  # compute; the CPU time of the loss function too (see `ModelHooks`)
     "backward",  # compute
     "optimizer",  # compute
     "comm.transfer",  # high: gradients on the wire although every rank has arrived
@@ -28,7 +28,7 @@ SEGMENTS: Final = (
     "ckpt.fence",  # high: staging has not finished before optimizer.step()
     "ckpt.backpressure",  # high: an earlier checkpoint is still being written
     "python.gc",  # high: the garbage collector runs inside the step
-    "python",  # anything else on the step thread: loss, logging, user code
+    "python",  # anything else on the step thread: logging, user code, waits
 )
 
 DATA_QUEUE: Final = 0
