@@ -108,3 +108,18 @@ def test_the_loss_takes_no_more_than_was_python_since_forward():
     assert (some.segments_ns[S.PYTHON], some.segments_ns[S.FORWARD]) == (30, 30)
     assert sum(most.segments_ns) == most.wall_ns == 1097
     assert S.FORWARD not in [segment for _, segment in clock.stamps()][-2:]
+
+
+def test_a_collection_while_the_current_segment_is_python_gc():
+    """A collection inside a stretch marked as python.gc is charged once."""
+    time = Time()
+    clock = StepClock(now_ns=time)
+    clock.switch(S.PYTHON_GC)
+    clock._on_gc("start", {})
+    time.ns += 70
+    clock._on_gc("stop", {})
+    clock.end_step()
+
+    (record,), _ = clock.drain()
+
+    assert record.segments_ns[S.PYTHON_GC] == record.wall_ns == 70

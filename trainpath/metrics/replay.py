@@ -125,7 +125,9 @@ class Replay:
             if now < last:  # noqa: PLR1730
                 now = last
             if self._collections:
-                parts[segment] -= self._charge_collections(now, now - last, segment)
+                # In two lines: the segment that is current may be python.gc itself.
+                taken = self._charge_collections(now, now - last, segment)
+                parts[segment] -= taken
             parts[segment] += now - last
             if segment == FORWARD:
                 self._python_before = parts[PYTHON]
