@@ -355,3 +355,26 @@ def test_segment_names(name):
     """Each segment's constant has the name's index, and looks itself up."""
     constant = name.upper().replace(".", "_")
     assert getattr(S, constant) == S.segment_index(name)
+
+
+def test_steps_between_the_recorded_ones_are_passed_over_whole():
+    """With `record_every` the kept steps are exact, and what ended between them is not theirs."""
+    now = iter(range(0, 10**6, 10))
+    clock = StepClock(now_ns=lambda: next(now))
+    clock.record_every = 4
+    clock.start()
+    for _ in range(10):
+        began = clock.now_ns()
+        clock.switch(S.FORWARD)
+        clock.depart(clock.arrive())
+        clock.add_span(Span("lane", S.DATA_DECODE, began, began + 7))
+        clock.end_step()
+    records, _ = clock.drain()
+
+    assert [record.step for record in records] == [0, 4, 8]
+    assert clock.num_skipped == 7
+    assert clock.num_dropped == 0
+    for record in records:
+        assert sum(record.segments_ns) == record.wall_ns == records[0].wall_ns
+        assert record.busy_ns[S.DATA_DECODE] == 7
+        assert record.start_ns < record.arrive_ns < record.depart_ns

@@ -139,6 +139,7 @@ def test_rows_of_all_ranks_reach_rank_0(tmp_path):
             world_size=3,
             store=store,
             interval_s=0.05,
+            steps_per_s=float("inf"),
             warmup=0,
         )
         for rank, clock in enumerate(clocks)
@@ -162,7 +163,9 @@ def test_rows_of_all_ranks_reach_rank_0(tmp_path):
 def test_a_silent_rank_is_waited_for_no_longer_than_asked(tmp_path):
     """Without the rows of a rank the report comes at the deadline and says who is missing."""
     clock = StepClock()
-    with Recorder(clock, world_size=2, store=HashStore(), interval_s=0.05) as recorder:
+    with Recorder(
+        clock, world_size=2, store=HashStore(), interval_s=0.05, steps_per_s=float("inf")
+    ) as recorder:
         do_steps(clock, 5)
         begin = time.monotonic()
 
@@ -206,7 +209,9 @@ def test_a_broken_store_is_said_and_harmless():
         get = check
 
     clock = StepClock()
-    with Recorder(clock, rank=0, world_size=2, store=Gone(), interval_s=0.05) as recorder:
+    with Recorder(
+        clock, rank=0, world_size=2, store=Gone(), interval_s=0.05, steps_per_s=float("inf")
+    ) as recorder:
         do_steps(clock, 5)
         report = recorder.report(timeout_s=0.2)
         report = recorder.report(timeout_s=0.2)
@@ -239,7 +244,14 @@ def test_unwritable_directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"rank": 2, "world_size": 2}, {"interval_s": 0}, {"window": 0}, {"warmup": -1}]
+    "kwargs",
+    [
+        {"rank": 2, "world_size": 2},
+        {"interval_s": 0},
+        {"window": 0},
+        {"warmup": -1},
+        {"steps_per_s": 0},
+    ],
 )
 def test_bad_arguments(kwargs):
     """Arguments that make no sense are refused."""
@@ -317,7 +329,7 @@ SCRIPT = """
 import os, signal, sys, time
 from trainpath.metrics import Recorder, StepClock
 clock = StepClock()
-recorder = Recorder(clock, directory=sys.argv[1], interval_s=0.02)
+recorder = Recorder(clock, directory=sys.argv[1], interval_s=0.02, steps_per_s=float("inf"))
 for _ in range(50):
     time.sleep(0.001)
     clock.end_step()
@@ -364,3 +376,24 @@ def test_importing_metrics_does_not_import_torch():
     """`trainpath report` must not pay for torch."""
     check = "import sys, trainpath.metrics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_of_a_fast_run_only_some_steps_are_recorded(tmp_path):
+    """Beyond `steps_per_s` only multiples of a power of two are kept; the report counts all."""
+    clock = StepClock()
+    with Recorder(clock, directory=tmp_path, steps_per_s=10.0) as recorder:
+        for _ in range(2):
+            for _ in range(100):
+                clock.end_step()
+            recorder.flush()
+        report = recorder.report()
+        every = clock.record_every
+
+    rows = [json.loads(line) for line in (tmp_path / "rank-00000.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row["kind"] == "step"]
+    assert every >= 64
+    assert steps[:100] == list(range(100))
+    assert all(step % every == 0 for step in steps[101:])
+    assert clock.num_skipped == 200 - len(steps) > 0
+    assert report.total_steps == 200
+    assert any("short steps were not recorded" in note for note in report.notes)

@@ -70,11 +70,15 @@ class Background:
             self.num_dropped += 1
         self._spans.append(span)
 
-    def count(self, ends: list[int], *, final: bool) -> tuple[list[list[int]], list[Span]]:
+    def count(
+        self, ends: list[int], *, begins: list[int] | None = None, final: bool
+    ) -> tuple[list[list[int]], list[Span]]:
         """Return busy nanoseconds per step and segment, and the spans counted.
 
         Args:
             ends: When the steps ended, in order. Spans that ended later wait.
+            begins: When they began, if there are others between them: what ended in those
+                is counted for none.
             final: No step will follow: return the waiting spans too.
         """
         spans, self._waiting = self._waiting, []
@@ -92,13 +96,15 @@ class Background:
         for span in spans:
             length = self._uncovered(span)
             index = bisect_left(ends, span.end_ns)
-            if index < len(busy):
+            if index < len(busy) and (begins is None or span.end_ns > begins[index]):
                 busy[index][span.segment] += length
         if ends:
-            self._count_batches(ends, busy)
+            self._count_batches(ends, begins, busy)
         return busy, spans
 
-    def _count_batches(self, ends: list[int], busy: list[list[int]]) -> None:
+    def _count_batches(
+        self, ends: list[int], begins: list[int] | None, busy: list[list[int]]
+    ) -> None:
         """Count the stages of a batch as busy time of the step in which the batch was done."""
         batches = self.batches
         last_end = ends[-1]
@@ -108,6 +114,8 @@ class Background:
             self.recent.append(batch)
             while ends[index] < done:
                 index += 1
+            if begins is not None and done <= begins[index]:
+                continue
             counted = busy[index]
             for segment, start, end in batch[1]:
                 counted[segment] += end - start

@@ -244,7 +244,8 @@ class StepClock:
             del records[:surplus]
             self._num_overwritten += surplus
         ends = [record.start_ns + record.wall_ns for record in records]
-        busy, spans = self._background.count(ends, final=final)
+        begins = [record.start_ns for record in records] if self._replay.every > 1 else None
+        busy, spans = self._background.count(ends, begins=begins, final=final)
         return [
             StepRecord(step, start, wall, parts, arrive, depart, tuple(row), after)
             for (step, start, wall, parts, arrive, depart, _, after), row in zip(
@@ -266,6 +267,20 @@ class StepClock:
     def num_dropped(self) -> int:
         """Finished steps that were overwritten before anybody drained them."""
         return self._num_overwritten + self._replay.num_dropped
+
+    @property
+    def record_every(self) -> int:
+        """Of how many steps one is recorded; settable by the draining thread."""
+        return self._replay.every
+
+    @record_every.setter
+    def record_every(self, every: int) -> None:
+        self._replay.every = every
+
+    @property
+    def num_skipped(self) -> int:
+        """Finished steps that were not recorded because of `record_every`."""
+        return self._replay.num_skipped
 
     @property
     def num_spans_dropped(self) -> int:

@@ -47,6 +47,7 @@ _TRACE_STEPS = 200
 _TRACE_SPANS = 20_000
 _TOTAL_ROWS = 65_536  # steps in memory, all ranks together
 _POLL_S = 0.02
+_ENOUGH_STEPS = 32
 _num_made: Counter[int] = Counter()  # recorders that share rows, by rank: names their keys
 
 
@@ -67,6 +68,10 @@ class Recorder:
         window: Newest steps kept for the report.
         warmup: First steps that the report leaves out.
         sinks: More destinations, called on the helper thread.
+        steps_per_s: Most steps a second that are recorded. Of a faster run only every second,
+            fourth, ... step is, the same ones on every rank, and the report says so: recording
+            one takes some 35 us of CPU time, too much for 1 % of a step of 5 ms
+            (`bench/clock_cost.py`). Infinity records all.
 
     Cost:
         One thread (`trainpath-metrics`; `bench/clock_cost.py` shows its CPU time), 0.5 KB a
@@ -92,11 +97,14 @@ class Recorder:
         window: int = DEFAULT_WINDOW,
         warmup: int = DEFAULT_WARMUP,
         sinks: Sequence[Sink] = (),
+        steps_per_s: float = 64.0,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is not one of {world_size} ranks")
-        if interval_s <= 0 or window < 1 or warmup < 0:
-            raise ConfigError("interval_s and window must be positive, warmup not negative")
+        if interval_s <= 0 or window < 1 or warmup < 0 or not steps_per_s > 0:
+            raise ConfigError(
+                "interval_s, window and steps_per_s must be positive, warmup not negative"
+            )
         self._clock = clock
         self._rank = rank
         self._world_size = world_size
@@ -118,7 +126,7 @@ class Recorder:
         if store is not None and world_size > 1:
             self._join_exchange(store)
         self._problems: dict[str, str] = {}
-        self._costs = _Costs(clock)
+        self._costs = _Costs(clock, steps_per_s)
         self._parallelism = clock.parallelism
         self._lock = threading.Lock()
         self._served = threading.Condition(threading.Lock())
@@ -180,6 +188,7 @@ class Recorder:
     def _cycle(self, *, final: bool, asked: bool = False) -> None:
         """Drain, keep, write and share."""
         steps, spans = self._clock.drain(final=final)
+        self._clock.record_every = self._costs.affordable(self._clock.record_every)
         self._spans.extend(spans)
         lines = []
         if self._file is not None or self._publisher is not None:
@@ -241,8 +250,13 @@ class Recorder:
         problems = list(self._problems.values())
         if lost:
             problems.append(f"{lost} messages of other ranks were overwritten before being read")
+        if self._clock.num_skipped:
+            problems.append(
+                f"{self._clock.num_skipped} short steps were not recorded, which keeps the cost of "
+                "measuring under 1 %"
+            )
         return RankStatus(
-            num_steps=self._logs[self._rank].total_steps,
+            num_steps=self._logs[self._rank].total_steps + self._clock.num_skipped,
             dropped_steps=self._clock.num_dropped,
             dropped_spans=self._clock.num_spans_dropped,
             parallelism=self._parallelism,
@@ -407,8 +421,9 @@ class Recorder:
 class _Costs:
     """What the measuring itself costs."""
 
-    def __init__(self, clock: StepClock) -> None:
+    def __init__(self, clock: StepClock, steps_per_s: float) -> None:
         self._clock = clock
+        self._shortest_ns = 1e9 / steps_per_s
         self._begin_ns = time.monotonic_ns()
         self._switches = clock.num_switches
         self._steps = clock.step_count
@@ -416,6 +431,24 @@ class _Costs:
         self._stall_us = self._stall_now_us = _cpu_stall_us()
         self._stall_read_ns = self._begin_ns
         self._helper_ns = 0
+        self._seen = (self._begin_ns, self._steps)
+
+    def affordable(self, every: int) -> int:
+        """Return of how many steps one may be recorded, at the pace of the last ones.
+
+        Args:
+            every: What holds now; it stays while too few steps were made to tell.
+        """
+        then_ns, steps = self._seen
+        now_ns, made = time.monotonic_ns(), self._clock.step_count - steps
+        if made < _ENOUGH_STEPS:
+            return every
+        self._seen = (now_ns, steps + made)
+        step_ns = (now_ns - then_ns) / made
+        every = 1
+        while every * step_ns < self._shortest_ns:
+            every *= 2  # powers of two: the ranks share the steps of the coarsest
+        return every
 
     def elapsed_ns(self) -> int:
         return time.monotonic_ns() - self._begin_ns

@@ -82,16 +82,22 @@ class Replay:
         num_stamps: How many of the newest switches are kept for timelines.
 
     Attributes:
+        every: Only steps whose number is a multiple of this are replayed and returned, the
+            same ones on every rank; the others are passed over at a tenth of the cost.
+        num_skipped: Steps passed over.
         num_dropped: Steps of which events were lost; none of those is returned.
         stamps: (time_ns, segment entered) of the newest switches.
     """
 
     def __init__(self, start_ns: int, num_stamps: int) -> None:
+        self.every = 1
+        self.num_skipped = 0
         self.num_dropped = 0
         self.stamps: deque[tuple[int, int]] = deque(maxlen=num_stamps)
         self._segment = PYTHON
         self._last = start_ns
         self._index = 0  # of the current step
+        self._skipping = False  # the current step
         self._torn = False
         self._collections: list[tuple[int, int]] = []
         self._begin(start_ns)
@@ -118,6 +124,8 @@ class Replay:
         parts, last, segment = self._parts, self._last, self._segment
         for event in events:
             now, kind = event[0], event[1]
+            if self._skipping and not END <= kind < NOTE:
+                continue
             if kind >= NOTE:
                 self._note(now, kind - NOTE, event[2])
                 continue
@@ -161,12 +169,14 @@ class Replay:
             if kind == END:
                 self._end(now, step, index, records)
             else:
-                self._start(now, index)
+                self._start(now, step, index)
 
     def _end(self, now: int, step: int, index: int, records: list[StepRecord]) -> None:
         if self._torn or index != self._index:
             self.num_dropped += index + 1 - self._index
             self._torn = False
+        elif self._skipping:
+            self.num_skipped += 1
         else:
             after = _NO_SEGMENTS
             if self._before is not None:
@@ -187,13 +197,20 @@ class Replay:
                 )
             )
         self._index = index + 1
+        self._skip_or_not(step + 1)
         self._begin(now)
 
-    def _start(self, now: int, index: int) -> None:
+    def _skip_or_not(self, step: int) -> None:
+        self._skipping = step % self.every != 0
+        if self._skipping:
+            self._collections.clear()
+
+    def _start(self, now: int, step: int, index: int) -> None:
         self.num_dropped += index - self._index
         self._index = index
         self._torn = False
         self._collections.clear()
+        self._skip_or_not(step)
         self._begin(now)
 
     def _cut_wait(self, now: int, stages: Sequence[Stage]) -> None:
