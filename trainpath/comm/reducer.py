@@ -23,7 +23,6 @@ from trainpath.metrics import segments as S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
     import torch.distributed as dist
     from torch import Tensor, nn
@@ -440,12 +439,7 @@ class GradientReducer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
 

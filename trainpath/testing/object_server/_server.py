@@ -12,7 +12,6 @@ from trainpath.testing.object_server._objects import DirectoryObjects, MemoryObj
 
 if TYPE_CHECKING:
     import os
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -129,10 +128,5 @@ class ObjectServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc_info: object) -> None:
         self.close()
