@@ -41,7 +41,13 @@ ALLOWED = {
 }
 
 # Private modules beside the packages: the layer that each is a piece of.
-PRIVATE = {"_inert_hook": "_core", "_job": "run", "_parts": "run", "_run_loader": "run"}
+PRIVATE = {
+    "_arguments": "run",
+    "_inert_hook": "_core",
+    "_job": "run",
+    "_parts": "run",
+    "_run_loader": "run",
+}
 
 
 def module_name(path: Path) -> str:

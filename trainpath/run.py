@@ -7,7 +7,6 @@ import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainpath import _job, _parts
+from trainpath import _arguments, _job, _parts
 from trainpath._run_loader import Progress, RunLoader
 from trainpath.checkpoint import CheckpointManager, RandomState
 from trainpath.checkpoint.preempt import PreemptionGuard
@@ -26,7 +25,7 @@ from trainpath.metrics import segments as S
 from trainpath.metrics.hooks import ModelHooks, OptimizerHooks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
@@ -107,11 +106,11 @@ def accelerate(
         preempt_deadline_s=preempt_deadline_s,
     )
     if not isinstance(model, nn.Module):
-        raise ConfigError(_wrong("model", "a torch.nn.Module", model))
+        raise ConfigError(_arguments.wrong("model", "a torch.nn.Module", model))
     iterates = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if loader is not None and not iterates:
-        raise ConfigError(_wrong("loader", "an iterable of batches", loader))
-    optimizers = _as_list(optimizer)
+        raise ConfigError(_arguments.wrong("loader", "an iterable of batches", loader))
+    optimizers = _arguments.as_optimizers(optimizer)
     if model in _accelerated:
         raise ConfigError("this model is accelerated already; close() its Run first")
     run = Run(settings)
@@ -156,7 +155,7 @@ def observe(
         ConfigError: The environment of the job or `metrics_dir` cannot be used.
     """
     settings = Settings.resolve(mode="observe", metrics_dir=metrics_dir)
-    optimizers = _as_list(optimizer)
+    optimizers = _arguments.as_optimizers(optimizer)
     if settings.mode == "on":
         settings = replace(settings, mode="observe")
     run = Run(settings)
@@ -489,24 +488,3 @@ class Run:
         # The script's own error matters more than one of closing.
         with contextlib.suppress(Exception):
             self.close(reason=type(error).__name__)
-
-
-def _as_list(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-) -> list[torch.optim.Optimizer]:
-    if optimizer is None:
-        return []
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return [optimizer]
-    if not isinstance(optimizer, Iterable):
-        raise ConfigError(_wrong("optimizer", "a torch optimizer or a list of such", optimizer))
-    optimizers = []
-    for item in optimizer:
-        if not isinstance(item, torch.optim.Optimizer):
-            raise ConfigError(_wrong("optimizer", "a torch optimizer or a list of such", item))
-        optimizers.append(item)
-    return optimizers
-
-
-def _wrong(name: str, wanted: str, got: object) -> str:
-    return f"{name} must be {wanted}, got {type(got).__name__}: were the arguments mixed up?"

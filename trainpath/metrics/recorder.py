@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainpath.errors import ConfigError
-from trainpath.metrics.clock import StepClock
+from trainpath.metrics.costs import Costs
 from trainpath.metrics.exchange import Collector, KeyValueStore, Publisher
 from trainpath.metrics.records import (
     CKPT_SEGMENTS,
@@ -28,7 +28,7 @@ from trainpath.metrics.records import (
     rank_file_name,
 )
 from trainpath.metrics.report import DEFAULT_WARMUP, DEFAULT_WINDOW, Report
-from trainpath.metrics.segments import PYTHON, SEGMENTS
+from trainpath.metrics.segments import SEGMENTS
 from trainpath.metrics.sinks.chrome import ChromeTrace
 from trainpath.metrics.sinks.jsonl import JsonLines
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from trainpath.metrics.clock import Span, StepRecord
+    from trainpath.metrics.clock import Span, StepClock, StepRecord
     from trainpath.types import Sink
 
 __all__ = ["Recorder"]
@@ -47,7 +47,6 @@ _TRACE_STEPS = 200
 _TRACE_SPANS = 20_000
 _TOTAL_ROWS = 65_536  # steps in memory, all ranks together
 _POLL_S = 0.02
-_ENOUGH_STEPS = 32
 _num_made: Counter[int] = Counter()  # recorders that share rows, by rank: names their keys
 
 
@@ -126,7 +125,7 @@ class Recorder:
         if store is not None and world_size > 1:
             self._join_exchange(store)
         self._problems: dict[str, str] = {}
-        self._costs = _Costs(clock, steps_per_s)
+        self._costs = Costs(clock, steps_per_s)
         self._parallelism = clock.parallelism
         self._lock = threading.Lock()
         self._served = threading.Condition(threading.Lock())
@@ -416,86 +415,6 @@ class Recorder:
         traceback: TracebackType | None,
     ) -> None:
         self.close(reason="end" if kind is None else kind.__name__)
-
-
-class _Costs:
-    """What the measuring itself costs."""
-
-    def __init__(self, clock: StepClock, steps_per_s: float) -> None:
-        self._clock = clock
-        self._shortest_ns = 1e9 / steps_per_s
-        self._begin_ns = time.monotonic_ns()
-        self._switches = clock.num_switches
-        self._steps = clock.step_count
-        self._switch_ns, self._step_ns = _calibrate()
-        self._stall_us = self._stall_now_us = _cpu_stall_us()
-        self._stall_read_ns = self._begin_ns
-        self._helper_ns = 0
-        self._seen = (self._begin_ns, self._steps)
-
-    def affordable(self, every: int) -> int:
-        """Return of how many steps one may be recorded, at the pace of the last ones.
-
-        Args:
-            every: What holds now; it stays while too few steps were made to tell.
-        """
-        then_ns, steps = self._seen
-        now_ns, made = time.monotonic_ns(), self._clock.step_count - steps
-        if made < _ENOUGH_STEPS:
-            return every
-        self._seen = (now_ns, steps + made)
-        step_ns = (now_ns - then_ns) / made
-        every = 1
-        while every * step_ns < self._shortest_ns:
-            every *= 2  # powers of two: the ranks share the steps of the coarsest
-        return every
-
-    def elapsed_ns(self) -> int:
-        return time.monotonic_ns() - self._begin_ns
-
-    def clock_ns(self) -> int:
-        switches = self._clock.num_switches - self._switches
-        steps = self._clock.step_count - self._steps
-        return int(switches * self._switch_ns + steps * self._step_ns)
-
-    def helper_ns(self, thread: threading.Thread) -> int:
-        if threading.current_thread() is thread:
-            self._helper_ns = time.thread_time_ns()
-        return self._helper_ns
-
-    def cpu_stall_us(self, *, fresh: bool) -> int:
-        # The kernel takes 0.2 ms to answer: asked every ten seconds, and for a report.
-        now_ns = time.monotonic_ns()
-        if fresh or now_ns - self._stall_read_ns > 10**10:
-            self._stall_read_ns = now_ns
-            self._stall_now_us = _cpu_stall_us()
-        known = self._stall_us >= 0 and self._stall_now_us >= 0
-        return self._stall_now_us - self._stall_us if known else -1
-
-
-def _calibrate() -> tuple[float, float]:
-    """Return nanoseconds of a switch and of an end of step, the best of three."""
-    clock = StepClock(capacity=64)
-    switches, steps = [], []
-    for _ in range(3):
-        begin = time.thread_time_ns()
-        for _ in range(200):
-            clock.switch(PYTHON)
-        middle = time.thread_time_ns()
-        for _ in range(50):
-            clock.end_step()
-        switches.append((middle - begin) / 200)
-        steps.append((time.thread_time_ns() - middle) / 50)
-    return min(switches), max(0.0, min(steps) - min(switches))
-
-
-def _cpu_stall_us() -> int:
-    """Return `some total` of /proc/pressure/cpu in microseconds; -1 where there is none."""
-    try:
-        text = Path("/proc/pressure/cpu").read_text(encoding="ascii")
-        return int(text.splitlines()[0].rpartition("total=")[2])
-    except (OSError, ValueError, IndexError):
-        return -1
 
 
 def _has_ended(log: RankLog) -> bool:
