@@ -49,7 +49,13 @@ def build(name, *, augment=True, workers=2):
     )
     dataset = Numbers(augment)
     sampler = DistributedSampler(dataset, shuffle=True, seed=3)
-    loader = DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=workers)
+    loader = DataLoader(
+        dataset,
+        batch_size=4,
+        sampler=sampler,
+        num_workers=workers,
+        persistent_workers=augment and workers > 0,  # fewer forks of a process with threads
+    )
     return model, optimizer, loader
 
 

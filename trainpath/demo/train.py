@@ -86,7 +86,13 @@ def build_loader(urls: list[str]) -> DataLoader[Any]:
     dataset = wds.WebDataset(
         urls, shardshuffle=False, nodesplitter=wds.split_by_node, empty_check=False
     ).map(crop)
-    return DataLoader(dataset, batch_size=BATCH_SIZE, num_workers=NUM_WORKERS, drop_last=True)
+    return DataLoader(
+        dataset,
+        batch_size=BATCH_SIZE,
+        num_workers=NUM_WORKERS,
+        persistent_workers=True,
+        drop_last=True,
+    )
 
 
 def build_model() -> tuple[nn.Module, torch.optim.Optimizer]:
