@@ -45,6 +45,7 @@ PRIVATE = {
     "_arguments": "run",
     "_inert_hook": "_core",
     "_job": "run",
+    "_lazy": "_core",
     "_parts": "run",
     "_run_loader": "run",
 }

@@ -16,9 +16,9 @@ The names below are imported at their first use, so that neither `import trainpa
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from trainpath._lazy import lazy_names
 from trainpath.errors import TrainpathError
 
 if TYPE_CHECKING:
@@ -36,14 +36,4 @@ _HOMES: Final = {
     "observe": "trainpath.run",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

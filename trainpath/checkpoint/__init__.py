@@ -7,8 +7,9 @@ process imports this package without torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from trainpath._lazy import lazy_names
 
 if TYPE_CHECKING:
     from trainpath.checkpoint.handle import Milestone, SaveHandle, SaveStats
@@ -25,14 +26,4 @@ _HOMES: Final = {
     "SaveStats": "trainpath.checkpoint.handle",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -193,11 +192,6 @@ def _work_directory(keep: Path | None) -> Iterator[Path]:
         keep.mkdir(parents=True, exist_ok=False)
         yield keep.resolve()
         return
-    work = Path(tempfile.mkdtemp(prefix="trainpath-demo-"))
-    try:
-        yield work
-    finally:
-        # A checkpoint writer that outlived the kill may still be finishing.
-        shutil.rmtree(work, ignore_errors=True)
-        if work.exists():
-            shutil.rmtree(work, ignore_errors=True)
+    # A checkpoint writer that outlived the kill may still be finishing.
+    with tempfile.TemporaryDirectory(prefix="trainpath-demo-", ignore_cleanup_errors=True) as work:
+        yield Path(work)

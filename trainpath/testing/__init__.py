@@ -5,8 +5,9 @@ The names load on first use, so that the object server starts without importing 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainpath._lazy import lazy_names
 
 if TYPE_CHECKING:
     from trainpath.testing._spawn import SpawnError, spawn
@@ -23,14 +24,4 @@ _HOMES = {
     "spawn": "trainpath.testing._spawn",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
